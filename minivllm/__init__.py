@@ -1,0 +1,29 @@
+"""minivllm: vLLM's two generations side by side, every idea a switch.
+
+Names are imported on first use, so that `import minivllm` costs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "LLM": "minivllm.engine.llm",
+    "AsyncLLM": "minivllm.engine.async_llm",
+    "EngineConfig": "minivllm.config",
+    "SamplingParams": "minivllm.request",
+}
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from minivllm.config import EngineConfig
+    from minivllm.engine.async_llm import AsyncLLM
+    from minivllm.engine.llm import LLM
+    from minivllm.request import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'minivllm' has no attribute {name!r}")

@@ -1,0 +1,71 @@
+"""The attention seam: who writes K and V into the paged cache and attends over it.
+
+A backend sees one batch of tokens in request order: request r owns query rows query_start[r] : query_start[r+1], which
+are the last tokens of its seq_lens[r] tokens. There is no prefill or decode flag: a decode is a request with one query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minivllm.runner.batch import InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The shape of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    sliding_window: int | None = None  # a query at position p sees keys p - window + 1 .. p
+    soft_cap: float | None = None  # scores become cap * tanh(scores / cap)
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What one token costs in one layer's cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """K and V of block_size tokens in all layers."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        return per_token * self.block_size
+
+
+class AttentionBackend(Protocol):
+    """One registry entry of the `runner.attention` axis.
+
+    The constructor takes (layers: list[AttentionSpec], block_size: int, device: torch.device). `unavailable()` says in
+    a sentence why the backend cannot run here, or returns None.
+    """
+
+    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]]
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None: ...
+
+    def kv_shape(self, spec: KVSpec, num_blocks: int) -> tuple[int, ...]: ...
+
+    def prepare(self, batch: InputBatch) -> Any:
+        """Once a step: whatever all layers share (index tensors, masks, the split into decodes and prefills)."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: Any, layer: AttentionSpec, out: Tensor
+    ) -> None:
+        """Write k, v [T, kv_heads, head_size] at the batch's slots of kv, then attend q [T, heads, head_size] into
+        out."""
+        ...

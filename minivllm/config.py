@@ -1,0 +1,232 @@
+"""The configuration: a frozen tree, dotted overrides, presets, and the choices made for the user.
+
+Every field can be set by `--set section.field=value`, by LLM(overrides={...}) and by a preset; nothing is read from the
+environment, so that a benchmark's JSON holds all that made its number. After `resolve()` nothing changes any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from minivllm.errors import ConfigError
+from minivllm.features import CONFLICTS, FEATURES
+from minivllm.registry import did_you_mean
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelConfig(Section):
+    path: str = DEFAULT_MODEL  # alias, local folder, .gguf file, dummy:<shape> or Hub id
+    tokenizer: str | None = None  # a folder or Hub id; None: the model's own
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_model_len: int | None = None  # longest prompt + output, in tokens; None: what the model and the KV pool allow
+    seed: int = 0  # of dummy weights and of requests that bring no seed
+
+
+class KVConfig(Section):
+    block_size: int = 16  # tokens a block
+    num_blocks: int | None = None  # size of the pool; None: from memory
+    memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
+    memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
+    prefix: str = "hash"
+    hash: str = "sha256_cbor"
+    hash_seed: str | None = None  # fixes the key of the prefix hash; None: random, so that nobody can aim a collision
+
+
+class SchedulerConfig(Section):
+    kind: str = "unified"
+    policy: str = "fcfs"
+    max_num_seqs: int = 128  # requests in a step at most
+    max_num_batched_tokens: int = 2048  # the token budget of a step
+    chunked_prefill: bool = True
+
+
+class RunnerConfig(Section):
+    inputs: str = "persistent"
+    attention: str = "auto"
+    forward: str = "eager"
+
+
+class ExecutorConfig(Section):
+    kind: str = "uni"
+    num_threads: int | None = None  # of the CPU backend; None: the cores that this process may use
+
+
+class DebugConfig(Section):
+    preempt_every: int = 0
+    evict_all: bool = False
+    check: bool = False  # assert every invariant after each step
+
+
+class EngineConfig(Section):
+    preset: str = "v1"
+    model: ModelConfig = ModelConfig()
+    kv: KVConfig = KVConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    runner: RunnerConfig = RunnerConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    debug: DebugConfig = DebugConfig()
+
+    @classmethod
+    def build(cls, preset: str = "v1", overrides: Mapping[str, Any] | None = None) -> EngineConfig:
+        """A preset with overrides on top. Raises ConfigError for an unknown preset, field or option, or a wrong
+        type."""
+        if preset not in PRESETS:
+            hint = did_you_mean(preset, list(PRESETS))
+            raise ConfigError(f'no preset "{preset}".{hint} Presets: {", ".join(PRESETS)}')
+        config = cls(preset=preset).override(PRESETS[preset].overrides).override(overrides or {})
+        check_options(config)
+        return config
+
+    def override(self, overrides: Mapping[str, Any]) -> EngineConfig:
+        """The same tree with dotted fields replaced. Strings (from a command line) are converted to the field's
+        type."""
+        tree = msgspec.to_builtins(self)
+        for dotted, value in overrides.items():
+            section, _, name = dotted.partition(".")
+            if section not in tree or not isinstance(tree[section], dict) or name not in tree[section]:
+                hint = did_you_mean(dotted, fields())
+                raise ConfigError(f'no option "{dotted}".{hint} `python -m minivllm features` lists them.')
+            tree[section][name] = None if value == "none" and dotted in _optional_fields() else value
+        try:
+            return msgspec.convert(tree, type(self), strict=False)
+        except msgspec.ValidationError as e:
+            raise ConfigError(f"{e}; got {dict(overrides)!r}") from None
+
+    def get(self, dotted: str) -> Any:
+        section, _, name = dotted.partition(".")
+        return getattr(getattr(self, section), name)
+
+    def flat(self) -> dict[str, Any]:
+        """{dotted field: value}, in the order of the tree."""
+        return {dotted: self.get(dotted) for dotted in fields()}
+
+
+class Preset(NamedTuple):
+    overrides: dict[str, Any]
+    what: str
+
+
+PRESETS: dict[str, Preset] = {
+    "v1": Preset({}, "vLLM V1 (January 2025): unified scheduler, chunked prefill, prefix caching, persistent batch"),
+}
+
+
+class Decision(NamedTuple):
+    """A choice made for the user, printed once at start."""
+
+    field: str
+    value: Any
+    reason: str
+
+
+def fields() -> list[str]:
+    """Every dotted field."""
+    return [
+        f"{section}.{name}"
+        for section, value in msgspec.to_builtins(EngineConfig()).items()
+        if isinstance(value, dict)
+        for name in value
+    ]
+
+
+def _optional_fields() -> set[str]:
+    return {
+        f"{section.name}.{field.name}"
+        for section in msgspec.structs.fields(EngineConfig)
+        if isinstance(section.type, type) and issubclass(section.type, Section)
+        for field in msgspec.structs.fields(section.type)
+        if field.default is None
+    }
+
+
+def parse_set(pairs: Iterable[str]) -> dict[str, str]:
+    """["kv.prefix=none", ...] -> {"kv.prefix": "none"}. Raises ConfigError for a pair without '='."""
+    overrides = {}
+    for pair in pairs:
+        dotted, eq, value = pair.partition("=")
+        if not eq:
+            raise ConfigError(f'--set takes section.field=value, got "{pair}"')
+        overrides[dotted.strip()] = value.strip()
+    return overrides
+
+
+def check_options(config: EngineConfig) -> None:
+    """Raise ConfigError for a value that its axis does not have, a bound that cannot hold, or a declared conflict."""
+    from minivllm import features
+
+    registries = {r.axis: r for r in vars(features).values() if isinstance(r, features.Registry)}
+    for feature in FEATURES:
+        value = config.get(feature.field)
+        registry = registries.get(feature.field)
+        names = ("auto", *registry.names()) if registry and feature.default == "auto" else registry and registry.names()
+        if names and value not in names:
+            hint = did_you_mean(str(value), names)
+            raise ConfigError(f'{feature.field}: no option "{value}".{hint} Options: {", ".join(names)}')
+    for field_, low, high in (
+        ("kv.block_size", 1, 256),
+        ("kv.num_blocks", 1, None),
+        ("kv.memory_fraction", 1e-6, 1.0),
+        ("scheduler.max_num_seqs", 1, None),
+        ("scheduler.max_num_batched_tokens", 1, None),
+        ("model.max_model_len", 2, None),
+        ("executor.num_threads", 1, None),
+        ("debug.preempt_every", 0, None),
+    ):
+        value = config.get(field_)
+        if value is not None and (value < low or (high is not None and value > high)):
+            raise ConfigError(
+                f"{field_} must be at least {low:g}{f' and at most {high:g}' if high else ''}, got {value}"
+            )
+    chosen = {feature.name: config.get(feature.field) for feature in FEATURES}
+    for conflict in CONFLICTS:
+        (a, x), (b, y) = conflict.first, conflict.second
+        if chosen[a] == x and chosen[b] == y:
+            raise ConfigError(f"{a}={x} cannot be combined with {b}={y}: {conflict.reason}")
+
+
+# vLLM's keyword -> our field. What LLM(...) and the server's flags accept beside `overrides`.
+VLLM_NAMES: dict[str, str] = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "dtype": "model.dtype",
+    "device": "model.device",
+    "seed": "model.seed",
+    "max_model_len": "model.max_model_len",
+    "block_size": "kv.block_size",
+    "num_gpu_blocks_override": "kv.num_blocks",
+    "gpu_memory_utilization": "kv.memory_fraction",
+    "kv_cache_memory_bytes": "kv.memory",
+    "enable_prefix_caching": "kv.prefix",
+    "prefix_caching_hash_algo": "kv.hash",
+    "max_num_seqs": "scheduler.max_num_seqs",
+    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+    "enable_chunked_prefill": "scheduler.chunked_prefill",
+    "scheduling_policy": "scheduler.policy",
+    "attention_backend": "runner.attention",
+}
+
+
+def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides from vLLM's keyword names. Raises ConfigError for a name that is not known here."""
+    overrides = {}
+    for name, value in kwargs.items():
+        if name not in VLLM_NAMES:
+            hint = did_you_mean(name, list(VLLM_NAMES))
+            raise ConfigError(
+                f'no keyword "{name}".{hint} Every option can be set by overrides={{"section.field": value}}'
+            )
+        if name == "enable_prefix_caching":
+            value = "hash" if value else "none"
+        if name == "kv_cache_memory_bytes":
+            value = str(value)
+        overrides[VLLM_NAMES[name]] = value
+    return overrides

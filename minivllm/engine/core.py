@@ -1,0 +1,140 @@
+"""EngineCore: the step loop. Requests of tokens in, deltas of tokens out; it knows no text, no sockets, no model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from minivllm.errors import EngineDead
+from minivllm.executor.base import Executor
+from minivllm.plan import Delta, StepOutput, StepPlan
+from minivllm.request import EngineRequest, Request
+from minivllm.scheduler.base import Scheduler
+
+logger = logging.getLogger("minivllm")
+
+MAX_IDLE_STEPS = 100  # steps in a row that run nothing though requests are live: a scheduler that will never run them
+
+
+class Observer(Protocol):
+    """Watches an engine core: metrics, traces. May raise nothing and change nothing."""
+
+    def on_start(self, config: dict[str, Any], info: dict[str, Any]) -> None: ...
+    def on_add(self, req: EngineRequest, step: int) -> None: ...
+    def on_abort(self, req_id: str) -> None: ...
+    def on_step(self, plan: StepPlan, out: StepOutput, deltas: list[Delta], times: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Gauges of the last step, and totals since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_total_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_steps: int = 0
+    num_preempted: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0
+    prompt_tokens: int = 0  # of all requests taken
+    generation_tokens: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """The fraction of blocks that live requests name."""
+        return 1 - self.num_free_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
+
+    def on_step(self, plan: StepPlan, deltas: list[Delta]) -> None:
+        stats = plan.stats
+        self.num_steps += 1
+        for name in ("num_running", "num_waiting", "num_total_blocks", "num_free_blocks", "num_cached_blocks"):
+            setattr(self, name, getattr(stats, name))
+        for name in ("num_preempted", "prefix_queries", "prefix_hits"):
+            setattr(self, name, getattr(self, name) + getattr(stats, name))
+        self.generation_tokens += sum(len(delta.token_ids) for delta in deltas)
+
+
+class EngineCore:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        observers: Sequence[Observer] = (),
+        clock: Callable[[], float] = time.monotonic,
+        check: bool = False,
+    ):
+        self.scheduler = scheduler
+        self.executor = executor
+        self.observers = list(observers)
+        self.clock = clock
+        self.check = check
+        self.stats = EngineStats()
+        self._live: set[str] = set()  # order never matters: only asked whether it is empty or holds an id
+        self._num_idle = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def add(self, er: EngineRequest) -> None:
+        """Raises BadRequest (NeverFits) and takes nothing, if the request can never run."""
+        self.scheduler.add(Request.make(er))
+        self._live.add(er.id)
+        self.stats.prompt_tokens += len(er.prompt_token_ids)
+        for observer in self.observers:
+            observer.on_add(er, self.stats.num_steps)
+
+    def abort(self, req_ids: Iterable[str]) -> None:
+        for req_id in req_ids:
+            if req_id in self._live:
+                self._live.discard(req_id)
+                self.scheduler.abort(req_id)
+                for observer in self.observers:
+                    observer.on_abort(req_id)
+
+    def step(self) -> list[Delta]:
+        """Schedule, execute, update: one batch of tokens."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule(self.clock())
+        planned = time.perf_counter()
+        try:
+            out = self.executor.submit(plan).result()
+        except Exception as error:
+            return self._fail(plan, error)
+        executed = time.perf_counter()
+        deltas = self.scheduler.update(plan, out)
+        self._observe(plan, out, deltas, begin, planned, executed)
+        return deltas
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()
+        for observer in self.observers:
+            observer.close()
+
+    def _observe(self, plan: StepPlan, out: StepOutput, deltas: list[Delta], begin, planned, executed) -> None:
+        self._live.difference_update(delta.req_id for delta in deltas if delta.finish_reason is not None)
+        self._num_idle = 0 if plan.num_tokens else self._num_idle + 1
+        if self._num_idle > MAX_IDLE_STEPS and self._live:
+            raise EngineDead(f"{len(self._live)} requests wait and none has run for {MAX_IDLE_STEPS} steps")
+        self.stats.on_step(plan, deltas)
+        if self.check:
+            self.scheduler.check()
+        if self.observers:
+            done = time.perf_counter()
+            times = {"schedule": planned - begin, "execute": executed - planned, "update": done - executed}
+            for observer in self.observers:
+                observer.on_step(plan, out, deltas, {name: 1e3 * seconds for name, seconds in times.items()})
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[Delta]:
+        """A step that raised ends the requests that were in it, and no others; nothing of it was published."""
+        logger.error("a step with %d requests failed", len(plan.num_tokens), exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        failed = [req_id for req_id in plan.num_tokens if req_id in self._live]
+        self.abort(failed)
+        return [Delta(req_id, [], finish_reason="error", error=message) for req_id in failed]

@@ -1,0 +1,43 @@
+"""Typed errors. Each message says what is wrong and what to change.
+
+`UserError` is the root of everything that the caller can mend: the server answers it with a 4xx, the command line
+prints its message without a traceback. Anything else that escapes is a defect of ours.
+"""
+
+from __future__ import annotations
+
+
+class MinivllmError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class UserError(MinivllmError):
+    """The caller can mend this."""
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be: unknown field or option, a wrong type, a declared conflict."""
+
+
+class ModelError(UserError):
+    """A model that cannot be loaded: missing, truncated, corrupt or unsupported. Names the file and what to do."""
+
+
+class BadRequest(UserError):
+    """A request that cannot be served as it is. `param` names the offending parameter, as OpenAI's error bodies do."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class NeverFits(BadRequest):
+    """A request that no amount of waiting can serve: longer than the model's context or than the whole KV pool."""
+
+
+class OutOfBlocks(MinivllmError):
+    """The block pool was asked for more blocks than it has free. Callers ask first: reaching this is a defect."""
+
+
+class EngineDead(MinivllmError):
+    """The engine's step loop has ended; no request can be served."""

@@ -1,0 +1,175 @@
+"""THE feature table: one row an axis. It drives `--set`, `--help`, `python -m minivllm features`, validation, the
+conformance matrix, the ablations and the chapters. Adding a feature starts here.
+
+Options of an axis are names in a registry (or plain values); conflicts are declared here with their reason and raised
+by `config.resolve()`. A pair of options that fails and is not declared fails CI.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    name: str
+    field: str  # the dotted configuration field
+    options: tuple[Any, ...]
+    default: Any
+    what: str
+    chapter: str = ""
+    workload: str = ""
+    metric: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two options that cannot meet."""
+
+    first: tuple[str, Any]  # (feature name, option)
+    second: tuple[str, Any]
+    reason: str
+
+
+SCHEDULERS: Registry = Registry("scheduler.kind", {"unified": "minivllm.scheduler.unified:UnifiedScheduler"})
+POLICIES: Registry = Registry(
+    "scheduler.policy",
+    {"fcfs": "minivllm.scheduler.policy:FCFS", "priority": "minivllm.scheduler.policy:Priority"},
+)
+PREFIX_INDEXES: Registry = Registry(
+    "kv.prefix", {"none": "minivllm.kv.prefix:NoPrefix", "hash": "minivllm.kv.prefix_hash:HashPrefix"}
+)
+KEY_HASHES: Registry = Registry(
+    "kv.hash",
+    {"sha256_cbor": "minivllm.kv.prefix_hash:sha256_cbor", "xxhash_cbor": "minivllm.kv.prefix_hash:xxhash_cbor"},
+)
+INPUT_BUILDERS: Registry = Registry(
+    "runner.inputs",
+    {
+        "rebuild": "minivllm.runner.inputs_rebuild:RebuildInputs",
+        "persistent": "minivllm.runner.inputs_persistent:PersistentInputs",
+    },
+)
+ATTENTION: Registry = Registry(
+    "runner.attention",
+    {
+        "reference": "minivllm.attention.reference:ReferenceAttention",
+        "sdpa": "minivllm.attention.sdpa:SDPAAttention",
+    },
+)
+FORWARDS: Registry = Registry("runner.forward", {"eager": "minivllm.runner.forward:EagerForward"})
+EXECUTORS: Registry = Registry("executor.kind", {"uni": "minivllm.executor.uni:UniExecutor"})
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "scheduler",
+        "scheduler.kind",
+        SCHEDULERS.names(),
+        "unified",
+        "which tokens run next: one {request: num_tokens} budget a step (V1)",
+        chapter="10",
+        workload="long_prompt_among_chats",
+        metric="itl_p99",
+    ),
+    Feature(
+        "policy",
+        "scheduler.policy",
+        POLICIES.names(),
+        "fcfs",
+        "who is served first: arrival order, or the request's priority and then arrival order",
+        chapter="10",
+        workload="long_prompt_among_chats",
+        metric="ttft_p50",
+    ),
+    Feature(
+        "chunked_prefill",
+        "scheduler.chunked_prefill",
+        (True, False),
+        True,
+        "a prompt may be computed in pieces, each as large as what the step's budget leaves",
+        chapter="10",
+        workload="long_prompt_among_chats",
+        metric="itl_p99",
+    ),
+    Feature(
+        "prefix",
+        "kv.prefix",
+        PREFIX_INDEXES.names(),
+        "hash",
+        "reuse the KV blocks of an equal beginning: chained block hashes (V1)",
+        chapter="09",
+        workload="shared_prefix",
+        metric="ttft_p50",
+    ),
+    Feature(
+        "hash",
+        "kv.hash",
+        KEY_HASHES.names(),
+        "sha256_cbor",
+        "the hash behind kv.prefix=hash: collision-proof, or faster and keyed with a secret",
+        chapter="09",
+        workload="shared_prefix",
+        metric="host_ms",
+    ),
+    Feature(
+        "inputs",
+        "runner.inputs",
+        INPUT_BUILDERS.names(),
+        "persistent",
+        "how a step's tensors come to be: from scratch (V0), or by diffs to a persistent batch (V1)",
+        chapter="11",
+        workload="fixed",
+        metric="host_ms",
+    ),
+    Feature(
+        "attention",
+        "runner.attention",
+        ("auto", *ATTENTION.names()),
+        "auto",
+        "who computes attention over the paged cache",
+        chapter="07",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "forward",
+        "runner.forward",
+        FORWARDS.names(),
+        "eager",
+        "how the model's forward is called",
+        chapter="14",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "executor",
+        "executor.kind",
+        EXECUTORS.names(),
+        "uni",
+        "where the forward runs: in this process",
+        chapter="17",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "preempt_every",
+        "debug.preempt_every",
+        (0, 3),
+        0,
+        "failure injection: preempt a running request every n-th step (0: never)",
+        chapter="08",
+    ),
+    Feature(
+        "evict_all",
+        "debug.evict_all",
+        (False, True),
+        False,
+        "failure injection: forget every reusable prefix block before each step",
+        chapter="09",
+    ),
+)
+
+CONFLICTS: tuple[Conflict, ...] = ()

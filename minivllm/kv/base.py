@@ -1,0 +1,71 @@
+"""The KV seam: what a scheduler asks of whoever keeps K and V, and what the paged manager asks of a prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from minivllm.request import Request
+
+BlockKey = Hashable  # what a prefix index knows a full block by; equal keys mean equal tokens from the very beginning
+
+
+@dataclass(slots=True)
+class KVUsage:
+    """Live counters, in blocks. A cached block is free and still holds a reusable prefix."""
+
+    num_total: int
+    num_free: int
+    num_cached: int = 0
+
+
+class KVManager(Protocol):
+    """paged | contiguous ... Tokens and lengths in, block ids out; no tensors."""
+
+    def lookup(self, req: Request) -> int:
+        """How many leading tokens of req are in the cache: whole blocks, and fewer than req.num_tokens."""
+        ...
+
+    def allocate(self, req: Request, new_tokens: int, lookahead: int = 0) -> Sequence[int] | None:
+        """Room for new_tokens more (and `lookahead` drafts after them): the blocks that req's table gains, or None.
+
+        All or nothing. A request's first allocation follows its lookup and starts with the blocks found there.
+        """
+        ...
+
+    def commit(self, req: Request) -> None:
+        """Publish the full blocks of req's computed tokens. The only publisher, so a draft is never published."""
+        ...
+
+    def free(self, req: Request) -> None:
+        """Give back req's blocks, tail first, so that prefixes outlive suffixes. A request without blocks is no
+        error."""
+        ...
+
+    def check(self) -> None: ...
+
+    usage: KVUsage
+
+
+class PrefixIndex(Protocol):
+    """none | hash | radix: from a request's beginning to the blocks that already hold it.
+
+    The eviction order is not its business: the pool's free list is in leaf-first LRU order for every index.
+    """
+
+    def keys(self, req: Request, num_blocks: int, block_size: int) -> Sequence[Any]:
+        """The keys of req's first num_blocks full blocks (cached in req.block_keys); () if nothing is ever shared."""
+        ...
+
+    def match(self, keys: Sequence[Any]) -> list[int]:
+        """The blocks of the longest known beginning of keys."""
+        ...
+
+    def publish(self, key: Any, block: int) -> None: ...
+
+    def drop(self, block: int) -> bool:
+        """Forget the block, if it is known; its content is about to be overwritten. True if it was known."""
+        ...
+
+    def __contains__(self, block: int) -> bool: ...

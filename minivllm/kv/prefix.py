@@ -1,0 +1,28 @@
+"""NoPrefix: prefix caching switched off, as a null object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from minivllm.request import Request
+
+
+class NoPrefix:
+    def __init__(self, **_: Any):  # takes the options of its siblings
+        pass
+
+    def keys(self, req: Request, num_blocks: int, block_size: int) -> Sequence[Any]:
+        return ()
+
+    def match(self, keys: Sequence[Any]) -> list[int]:
+        return []
+
+    def publish(self, key: Any, block: int) -> None:
+        raise AssertionError("there are no keys to publish")
+
+    def drop(self, block: int) -> bool:
+        return False
+
+    def __contains__(self, block: int) -> bool:
+        return False

@@ -1,0 +1,185 @@
+"""A request and the sampling parameters it came with. Knows nothing of schedulers, blocks or tensors.
+
+`num_computed_tokens` is the only progress variable: there is no stored phase. A request with computed < num_tokens - 1
+is being prefilled, one with computed == num_tokens - 1 is decoding, and preemption is computed = 0. (vLLM V1,
+`v1/core/sched/scheduler.py`, the note on its scheduling algorithm.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from minivllm.errors import BadRequest
+
+MAX_LOGPROBS = 20  # OpenAI's bound on top_logprobs
+MAX_STOP_STRINGS = 64
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose the tokens of one request. Names and meanings follow vLLM's class of the same name.
+
+    temperature 0 is greedy. top_k 0 or -1 keeps the whole vocabulary. `stop` strings end the text before the match
+    (after it with include_stop_str_in_output); `stop_token_ids` end it with the token kept in token_ids but not in the
+    text. `logprobs`/`prompt_logprobs`: how many of the likeliest tokens to report beside the one taken.
+
+    `seed`: the same seed, prompt and model give the same tokens whatever else is in the batch. None draws one from the
+    engine's own generator (`EngineConfig.model.seed`).
+
+    eos_token_ids and bad_words_token_ids are filled in by the engine's front end, which has the tokenizer.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    ignore_eos: bool = False
+    bad_words: Sequence[str] | None = ()
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        force = msgspec.structs.force_setattr
+        force(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        force(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        force(self, "bad_words", tuple(self.bad_words or ()))
+        if self.allowed_token_ids is not None:
+            force(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.logit_bias is not None:  # JSON has only string keys
+            force(self, "logit_bias", _int_keys(self.logit_bias))
+        self._check()
+
+    def _check(self) -> None:
+        _number("n", self.n, low=1, high=128, integer=True)
+        _number("temperature", self.temperature, low=0.0)
+        _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
+        _number("top_k", self.top_k, low=-1, integer=True)
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, low_open=True)
+        if self.seed is not None:
+            _number("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED, integer=True)
+        if self.max_tokens is not None:
+            _number("max_tokens", self.max_tokens, low=1, integer=True)
+        _number("min_tokens", self.min_tokens, low=0, integer=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _number(name, value, low=0, high=MAX_LOGPROBS, integer=True)
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    raise BadRequest(f"{name} must hold non-empty strings, got {text!r}", name)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise BadRequest(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop")
+        if self.stop and not self.detokenize:
+            raise BadRequest("stop strings need detokenize=True", "stop")
+        for token, bias in (self.logit_bias or {}).items():
+            _number(f"logit_bias[{token}]", bias, low=-100.0, high=100.0, param="logit_bias")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise BadRequest("allowed_token_ids must not be empty", "allowed_token_ids")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5  # below this 1/temperature overflows fp32 logits
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        return msgspec.structs.replace(self, **changes)
+
+
+def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_open=False, integer=False, param=None):
+    kinds = int if integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise BadRequest(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}", param or name)
+    if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
+        bound = f"{'above' if low_open else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+        raise BadRequest(f"{name} must be {bound}, got {value!r}", param or name)
+
+
+def _int_keys(bias: dict) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except (TypeError, ValueError):
+        raise BadRequest("logit_bias keys must be token ids", "logit_bias") from None
+
+
+class EngineRequest(msgspec.Struct, array_like=True, gc=False):
+    """What crosses from a client into the engine core: tokens, not text."""
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams  # resolved: seed, max_tokens and eos_token_ids are set
+    arrival_time: float = 0.0  # seconds, the clock of the engine
+    priority: int = 0  # smaller is served earlier
+    adapter: str = ""
+    cache_salt: str = ""  # requests share prefix-cache blocks only within one salt
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence inside the engine. Only `Scheduler.update` advances num_computed_tokens and appends tokens."""
+
+    id: str
+    params: SamplingParams
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    arrival_time: float = 0.0
+    priority: int = 0
+    adapter: str = ""
+    cache_salt: str = ""
+    num_computed_tokens: int = 0  # tokens whose K and V are in the cache
+    num_cached_tokens: int = 0  # of these, how many the prefix cache gave at the first admission
+    num_preemptions: int = 0
+    num_prompt_logprobs: int = 0  # prompt positions whose log-probabilities have been reported
+    order: tuple = ()  # service order, unique; the scheduler's policy sets it once
+    block_keys: list = field(default_factory=list)  # of each full block; the prefix index fills it
+
+    @classmethod
+    def make(cls, er: EngineRequest) -> Request:
+        return cls(
+            id=er.id,
+            params=er.params,
+            token_ids=list(er.prompt_token_ids),
+            num_prompt_tokens=len(er.prompt_token_ids),
+            arrival_time=er.arrival_time,
+            priority=er.priority,
+            adapter=er.adapter,
+            cache_salt=er.cache_salt,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]

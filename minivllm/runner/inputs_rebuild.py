@@ -1,0 +1,82 @@
+"""RebuildInputs: every step's arrays from scratch, in plain Python, as vLLM V0 prepared its inputs.
+
+The obviously right twin of the other builders, and the baseline that the persistent batch is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minivllm.plan import StepPlan
+from minivllm.runner.batch import InputBatch
+from minivllm.runner.inputs import BatchKey, InputSizes
+
+
+@dataclass(slots=True)
+class _Sequence:
+    row: int
+    token_ids: list[int]
+    blocks: list[int]
+
+
+class RebuildInputs:
+    def __init__(self, sizes: InputSizes):
+        self.sizes = sizes
+        self.sequences: dict[str, _Sequence] = {}
+
+    def apply(self, plan: StepPlan, rows: Sequence[int]) -> None:
+        for req_id in plan.leaves:
+            self.sequences.pop(req_id, None)
+        for join, row in zip(plan.joins, rows, strict=True):
+            self.sequences[join.req_id] = _Sequence(row, list(join.token_ids), [])
+        for req_id, blocks in plan.new_blocks.items():
+            self.sequences[req_id].blocks += blocks
+
+    def build(self, plan: StepPlan, key: BatchKey) -> InputBatch:
+        block_size = self.sizes.block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        query_start = [0]
+        seq_lens: list[int] = []
+        sample_tokens: list[int] = []
+        sample_requests: list[int] = []
+        for i, (req_id, num_new) in enumerate(plan.num_tokens.items()):
+            seq = self.sequences[req_id]
+            start = plan.start[req_id]
+            end = start + num_new
+            for position in range(start, end):
+                token_ids.append(seq.token_ids[position])
+                positions.append(position)
+                slots.append(seq.blocks[position // block_size] * block_size + position % block_size)
+            query_start.append(len(token_ids))
+            seq_lens.append(end)
+            if end == len(seq.token_ids):  # nothing known is left to compute: this step gives a new token
+                sample_tokens.append(len(token_ids) - 1)
+                sample_requests.append(i)
+        num_tokens = len(token_ids)
+        num_padding = key.num_tokens - num_tokens
+        tables = [self.sequences[req_id].blocks for req_id in plan.num_tokens]
+        width = -(-max(seq_lens) // block_size)
+        return InputBatch(
+            req_ids=list(plan.num_tokens),
+            rows=np.array([self.sequences[req_id].row for req_id in plan.num_tokens], np.int64),
+            token_ids=np.array(token_ids + [0] * num_padding, np.int64),
+            positions=np.array(positions + [0] * num_padding, np.int64),
+            slot_mapping=np.array(slots + [self.sizes.spare_block * block_size] * num_padding, np.int64),
+            query_start=np.array(query_start, np.int32),
+            seq_lens=np.array(seq_lens, np.int32),
+            block_tables=np.array([table[:width] + [0] * (width - len(table)) for table in tables], np.int32),
+            sample_tokens=np.array(sample_tokens, np.int64),
+            sample_requests=np.array(sample_requests, np.int64),
+            num_tokens=num_tokens,
+            max_query=max(plan.num_tokens.values()),
+            max_seq=max(seq_lens),
+        )
+
+    def append(self, batch: InputBatch, tokens: np.ndarray) -> None:
+        for i, token in zip(batch.sample_requests.tolist(), tokens.tolist(), strict=True):
+            self.sequences[batch.req_ids[i]].token_ids.append(token)

@@ -1,0 +1,97 @@
+"""How large the KV pool gets. Every choice comes with its reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psutil
+import torch
+
+from minivllm.attention.base import KVSpec
+from minivllm.config import Decision, EngineConfig
+from minivllm.errors import ConfigError
+
+# A pool on the CPU shares memory with everything else on a laptop, and a prefix cache fills whatever it is given.
+CPU_POOL_CAP = 4 << 30
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "2GiB", "1.5 GB", "4096". Raises ConfigError."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    if match is None or match[2] == "I":
+        raise ConfigError(f'kv.memory: "{text}" is no size; write bytes or a unit, such as 2GiB or 500MB')
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may be allocated now. On the CPU the control group's limit counts too (containers)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, _cgroup_free())
+
+
+def _cgroup_free() -> float:
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (root / "memory.max").read_text().strip(), (root / "memory.current").read_text()
+        return float("inf") if limit == "max" else max(0, int(limit) - int(used))
+    except (OSError, ValueError):
+        return float("inf")  # no control groups of version 2 here
+
+
+def size_pool(config: EngineConfig, spec: KVSpec, device: torch.device, max_model_len: int) -> tuple[int, Decision]:
+    """Blocks of the pool. max_model_len: the most that one request can use, in tokens."""
+    kv = config.kv
+    per_block = spec.bytes_per_block
+    useful = config.scheduler.max_num_seqs * -(-max_model_len // kv.block_size)
+    if kv.num_blocks is not None:
+        return kv.num_blocks, _decision(kv.num_blocks, per_block, "as configured (kv.num_blocks)")
+    if kv.memory is not None:
+        num_blocks, reason = parse_size(kv.memory) // per_block, f"as configured (kv.memory={kv.memory})"
+    else:
+        free = free_memory(device)
+        size, reason = kv.memory_fraction * free, f"{kv.memory_fraction:.0%} of {format_size(free)} free"
+        if device.type == "cpu" and size > CPU_POOL_CAP:
+            size, reason = CPU_POOL_CAP, f"{format_size(CPU_POOL_CAP)}, the most taken on a CPU unless kv.memory is set"
+        num_blocks = int(size) // per_block
+    if num_blocks > useful:
+        num_blocks, reason = useful, f"all that {config.scheduler.max_num_seqs} requests of {max_model_len} tokens use"
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no room for the KV cache: a block of {kv.block_size} tokens takes {format_size(per_block)} ({reason}). "
+            "Set kv.memory, or free memory"
+        )
+    return num_blocks, _decision(num_blocks, per_block, reason)
+
+
+def _decision(num_blocks: int, per_block: int, reason: str) -> Decision:
+    return Decision("kv.num_blocks", num_blocks, f"{format_size(num_blocks * per_block)}: {reason}")
+
+
+def choose_max_model_len(config: EngineConfig, model_limit: int, capacity: int) -> tuple[int, Decision]:
+    """Longest prompt + output. The last token of all needs no KV slot, hence the + 1."""
+    asked = config.model.max_model_len
+    if asked is None:
+        if capacity + 1 < model_limit:
+            reason = f"what the KV pool holds; the model allows {model_limit}"
+            return capacity + 1, Decision("model.max_model_len", capacity + 1, reason)
+        return model_limit, Decision("model.max_model_len", model_limit, "the model's own limit")
+    if asked > model_limit:
+        raise ConfigError(f"model.max_model_len={asked}, but the model was made for at most {model_limit} tokens")
+    if asked > capacity + 1:
+        raise ConfigError(
+            f"model.max_model_len={asked}, but the KV pool holds {capacity} tokens. "
+            "Raise kv.num_blocks or kv.memory, or lower model.max_model_len"
+        )
+    return asked, Decision("model.max_model_len", asked, "as configured")

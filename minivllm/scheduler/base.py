@@ -1,0 +1,268 @@
+"""What every scheduler shares: the queues, admission, preemption, and the bookkeeping after a step.
+
+A scheduler decides only `schedule()`: which tokens run next. It never looks at a clock (time is an argument), a device
+or a token's meaning, and two runs over the same calls make the same plans.
+
+    add -> waiting --schedule()--> running --update()--> finished
+              ^------ preempt ------'                    abort() leaves from either list
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
+
+from minivllm.errors import BadRequest, NeverFits
+from minivllm.kv.base import KVManager
+from minivllm.plan import Delta, Join, StepOutput, StepPlan, StepStats
+from minivllm.request import Request
+from minivllm.scheduler.policy import FCFS, Policy
+
+_order = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_num_seqs: int  # requests in a step
+    max_num_batched_tokens: int  # tokens in a step: the budget
+    max_model_len: int  # tokens of a request, output included
+    kv_capacity: int  # tokens that the whole KV pool holds
+
+
+class Scheduler(Protocol):
+    def add(self, req: Request) -> None:
+        """Raises NeverFits for a request that no amount of waiting can serve."""
+        ...
+
+    def abort(self, req_id: str) -> None:
+        """Forget the request, wherever it is. An unknown id is no error: it may have finished a moment ago."""
+        ...
+
+    def schedule(self, now: float) -> StepPlan: ...
+
+    def update(self, plan: StepPlan, out: StepOutput) -> list[Delta]:
+        """Take in what the step produced. The only writer of num_computed_tokens, except for preemption's reset."""
+        ...
+
+    def check(self) -> None: ...
+
+
+class SchedulerBase:
+    """All of a Scheduler but schedule()."""
+
+    def __init__(self, kv: KVManager, limits: Limits, policy: Policy | None = None, chunked_prefill: bool = True):
+        self.kv = kv
+        self.limits = limits
+        self.policy = policy or FCFS()
+        self.chunked_prefill = chunked_prefill
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []  # in service order
+        self.waiting: list[Request] = []  # in reverse service order: the next one is at the end
+        self._leaves: list[str] = []  # rows that the workers may drop
+        self._num_added = 0
+        self._num_steps = 0
+
+    # --- entering and leaving
+
+    def add(self, req: Request) -> None:
+        if req.id in self.requests:
+            raise BadRequest(f'request id "{req.id}" is in use', "request_id")
+        self._check_fits(req)
+        req.order = self.policy.order(req, self._num_added)
+        self._num_added += 1
+        self.requests[req.id] = req
+        self._enqueue(req)
+
+    def abort(self, req_id: str) -> None:
+        req = self.requests.get(req_id)
+        if req is None:
+            return
+        if _remove(self.running, req):
+            self._retire(req)
+        else:
+            self.waiting.remove(req)
+            self.kv.free(req)
+            del self.requests[req_id]
+
+    def _retire(self, req: Request) -> None:
+        """The end of a request that has left `running`."""
+        self.kv.free(req)
+        self._leaves.append(req.id)
+        del self.requests[req.id]
+
+    def _check_fits(self, req: Request) -> None:
+        limits, prompt = self.limits, req.num_prompt_tokens
+        if prompt == 0:
+            raise BadRequest("the prompt is empty", "prompt")
+        if prompt >= limits.max_model_len:
+            raise NeverFits(
+                f"the prompt has {prompt} tokens, which leaves no room for output: "
+                f"max_model_len is {limits.max_model_len} tokens",
+                "prompt",
+            )
+        # The last token of all is never fed back, so it needs no slot.
+        longest = min(prompt + (req.params.max_tokens or limits.max_model_len), limits.max_model_len) - 1
+        if longest > limits.kv_capacity:
+            raise NeverFits(
+                f"prompt and output may reach {longest} tokens; the KV pool holds {limits.kv_capacity}. "
+                "Lower max_tokens or give the pool more blocks (kv.num_blocks, kv.memory)",
+                "max_tokens",
+            )
+        if not self.chunked_prefill and longest > limits.max_num_batched_tokens:
+            raise NeverFits(
+                f"prompt and output may reach {longest} tokens, which one step must be able to recompute; "
+                f"without chunked prefill a step takes {limits.max_num_batched_tokens}. "
+                "Raise scheduler.max_num_batched_tokens or turn scheduler.chunked_prefill on",
+                "max_tokens",
+            )
+
+    def _enqueue(self, req: Request) -> None:
+        insort(self.waiting, req, key=lambda r: _Reversed(r.order))
+
+    # --- planning, for schedule()
+
+    def preempt(self, req: Request) -> None:
+        """Take a running request's blocks away; it returns to its place in the queue and is recomputed later."""
+        removed = _remove(self.running, req)
+        assert removed, f"{req.id} is not running"
+        self.kv.free(req)
+        self._leaves.append(req.id)
+        req.num_computed_tokens = 0
+        req.num_preemptions += 1
+        self._enqueue(req)
+
+    def _new_plan(self) -> StepPlan:
+        plan = StepPlan(step=self._num_steps, leaves=self._leaves)
+        plan.stats.num_preempted = 0
+        self._num_steps += 1
+        self._leaves = []
+        return plan
+
+    def _admit(self, plan: StepPlan, req: Request, num_cached: int, new_tokens: int, blocks: list[int]) -> None:
+        """Move the head of the queue to `running` and into the plan."""
+        popped = self.waiting.pop()
+        assert popped is req
+        insort(self.running, req, key=_order)
+        if req.num_preemptions == 0:
+            req.num_cached_tokens = num_cached
+        plan.joins.append(Join(req.id, list(req.token_ids), req.num_prompt_tokens, req.params, req.adapter))
+        plan.num_tokens[req.id] = new_tokens
+        plan.start[req.id] = num_cached
+        plan.new_blocks[req.id] = blocks
+
+    def _finish_plan(self, plan: StepPlan) -> StepPlan:
+        limits, usage = self.limits, self.kv.usage
+        total = plan.total_tokens
+        plan.stats = StepStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_free_blocks=usage.num_free,
+            num_cached_blocks=usage.num_cached,
+            num_total_blocks=usage.num_total,
+            num_used_slots=sum(plan.start.values()) + total,
+            num_preempted=plan.stats.num_preempted,
+            prefix_queries=plan.stats.prefix_queries,
+            prefix_hits=plan.stats.prefix_hits,
+        )
+        assert total <= limits.max_num_batched_tokens, "the step's token budget is exceeded"
+        assert len(self.running) <= limits.max_num_seqs, "more requests run than may"
+        assert plan.num_tokens.keys() == plan.start.keys()
+        return plan
+
+    # --- after the step
+
+    def update(self, plan: StepPlan, out: StepOutput) -> list[Delta]:
+        deltas: list[Delta] = []
+        finished: list[Request] = []
+        requests, start, kv = self.requests, plan.start, self.kv
+        for req_id, num_new in plan.num_tokens.items():
+            req = requests.get(req_id)
+            if req is None:
+                continue  # aborted while the step ran
+            req.num_computed_tokens = start[req_id] + num_new
+            tokens = out.tokens.get(req_id)
+            delta = self._take_tokens(req, tokens, out) if tokens else None
+            if req_id in out.prompt_logprobs:
+                delta = delta or Delta(req_id, [])
+                delta.prompt_logprobs = _unreported(req, start[req_id], out.prompt_logprobs[req_id])
+            kv.commit(req)
+            if delta is not None:
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    finished.append(req)
+        if finished:
+            gone = {req.id for req in finished}
+            self.running = [req for req in self.running if req.id not in gone]
+            for req in finished:
+                self._retire(req)
+        return deltas
+
+    def _take_tokens(self, req: Request, tokens: list[int], out: StepOutput) -> Delta:
+        """Append what was sampled, up to and including a token that ends the request."""
+        delta = Delta(req.id, [], num_cached_tokens=req.num_cached_tokens)
+        for token in tokens:
+            req.token_ids.append(token)
+            delta.token_ids.append(token)
+            delta.finish_reason, delta.stop_reason = self._end(req, token)
+            if delta.finish_reason is not None:
+                break
+        if req.id in out.logprobs:
+            delta.logprobs = out.logprobs[req.id][: len(delta.token_ids)]
+        return delta
+
+    def _end(self, req: Request, token: int) -> tuple[str | None, int | None]:
+        """(finish_reason, stop_reason) once `token` is the request's newest; (None, None) while it goes on."""
+        params, num_tokens = req.params, len(req.token_ids)
+        num_output = num_tokens - req.num_prompt_tokens
+        if num_output >= params.min_tokens:
+            if token in params.eos_token_ids:
+                return "stop", None
+            if token in params.stop_token_ids:
+                return "stop", token
+        if num_output == params.max_tokens or num_tokens >= self.limits.max_model_len:
+            return "length", None
+        return None, None
+
+    # --- invariants
+
+    def check(self) -> None:
+        self.kv.check()
+        running, waiting = [r.order for r in self.running], [r.order for r in self.waiting]
+        assert running == sorted(running) and waiting == sorted(waiting, reverse=True), "a queue is out of order"
+        assert len(running) + len(waiting) == len(self.requests), "a request is in no queue, or in two"
+        assert {r.id for r in (*self.running, *self.waiting)} == self.requests.keys()
+        for req in self.running:
+            assert 0 <= req.num_computed_tokens < req.num_tokens <= self.limits.max_model_len
+        assert all(req.num_computed_tokens == 0 for req in self.waiting)
+        if not self.running:
+            assert self.kv.usage.num_free == self.kv.usage.num_total, "blocks in use though no request runs"
+
+
+class _Reversed:
+    """Orders keys backwards."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: tuple):
+        self.key = key
+
+    def __lt__(self, other: _Reversed) -> bool:
+        return other.key < self.key
+
+
+def _remove(ordered: list[Request], req: Request) -> bool:
+    """Take req out of a list in service order. False if it is not there."""
+    i = bisect_left(ordered, req.order, key=_order)
+    if i < len(ordered) and ordered[i] is req:
+        del ordered[i]
+        return True
+    return False
+
+
+def _unreported(req: Request, start: int, chunk: list) -> list:
+    """The part of a chunk's prompt log-probabilities that no earlier step reported (a preemption recomputes them)."""
+    new = chunk[req.num_prompt_logprobs - start :]
+    req.num_prompt_logprobs += len(new)
+    return new

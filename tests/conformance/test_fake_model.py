@@ -1,0 +1,111 @@
+"""A scheduling decision may change timing, never output: every option and every pair of options, on a model whose next
+token is a hash of all tokens before it, against that hash computed with no engine at all."""
+
+import random
+from itertools import combinations
+
+import pytest
+from conformance.cover import all_pairs, axes, label, singles
+from fakes import FakeEngine, oracle
+
+from minivllm.features import CONFLICTS, FEATURES
+
+CONTROL = axes("scheduler", "policy", "chunked_prefill", "prefix", "hash", "inputs", "preempt_every", "evict_all")
+
+
+def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str, list[int]]:
+    """Random arrivals and aborts, shared beginnings. Returns what must come out of the requests that were not
+    aborted."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(100) for _ in range(13)]
+    wanted, arrivals = {}, []
+    for i in range(num_requests):
+        prompt = shared[: rng.randrange(14)] + [rng.randrange(100) for _ in range(rng.choice((1, 2, 4, 7, 20)))]
+        params = {"max_tokens": rng.choice((1, 2, 7, 30)), "min_tokens": rng.choice((0, 0, 1))}
+        arrivals.append((rng.randrange(40), f"r{i}", prompt, params, rng.random() < 0.15, rng.randrange(3)))
+    aborts = []
+    for step in range(2000):
+        for _, req_id, prompt, params, abort, priority in (a for a in arrivals if a[0] == step):
+            sampling = engine.add(req_id, prompt, priority=priority, **params)
+            wanted[req_id] = oracle(prompt, sampling, engine.max_model_len)
+            if abort:
+                aborts.append((step + rng.randrange(6), req_id))
+        for _, req_id in [a for a in aborts if a[0] == step]:
+            if req_id not in engine.reasons:
+                engine.core.abort([req_id])
+                del wanted[req_id]
+        if engine.core.has_work:
+            engine.step()
+        elif step > 40:
+            break
+    assert not engine.core.has_work
+    engine.scheduler.check()
+    return wanted
+
+
+def assert_conforms(num_blocks: int, config: dict, seed: int = 0) -> None:
+    engine = FakeEngine(num_blocks, max_model_len=min(80, num_blocks * config.get("kv.block_size", 4)), **config)
+    wanted = workload(engine, seed)
+    assert {req_id: engine.tokens[req_id] for req_id in wanted} == wanted
+    assert engine.kv.usage.num_free == num_blocks
+
+
+@pytest.mark.parametrize("num_blocks", [20, 10_000])
+@pytest.mark.parametrize("config", [{}, *singles(CONTROL)], ids=label)
+def test_every_option_alone_gives_the_same_tokens(config, num_blocks):
+    assert_conforms(num_blocks, config)
+
+
+@pytest.mark.parametrize("num_blocks", [20, 10_000])
+@pytest.mark.parametrize("config", all_pairs(CONTROL), ids=label)
+def test_every_pair_of_options_gives_the_same_tokens(config, num_blocks):
+    assert_conforms(num_blocks, config)
+
+
+@pytest.mark.parametrize("num_blocks", [20, 10_000])
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 16, 64, 512])
+def test_every_chunk_size_gives_the_same_tokens(budget, num_blocks):
+    assert_conforms(num_blocks, {"scheduler.max_num_batched_tokens": budget})
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16, 256])
+def test_every_block_size_gives_the_same_tokens(block_size):
+    assert_conforms(-(-80 // block_size) + 1, {"kv.block_size": block_size})
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_arrivals_and_aborts_of_others_change_nothing(seed):
+    assert_conforms(24, {"debug.preempt_every": 3, "scheduler.max_num_batched_tokens": 9}, seed)
+
+
+def test_three_thousand_requests_leave_no_block_behind():
+    engine = FakeEngine(64, max_model_len=60, **{"scheduler.max_num_seqs": 32, "debug.check": False})
+    engine.core.check = False
+    rng = random.Random(3)
+    for i in range(3000):
+        engine.add(str(i), [rng.randrange(9) for _ in range(rng.randrange(1, 20))], max_tokens=rng.randrange(1, 9))
+    while engine.core.has_work:
+        engine.step()
+        engine.core.abort([str(rng.randrange(3000))])
+    assert engine.kv.usage.num_free == 64 and not engine.scheduler.requests
+    engine.scheduler.check()
+    engine.step()
+    assert not engine.worker.rows.of and not engine.kv.tables and not engine.kv._found
+
+
+def test_no_request_waits_for_ever():
+    """Asserted in steps: behind k requests of at most n tokens each, a request is done after about k * n steps."""
+    engine = FakeEngine(20, max_model_len=60)
+    for i in range(20):
+        engine.add(str(i), [i] * 30, max_tokens=10, min_tokens=10)
+    engine.run(max_steps=20 * 11)
+
+
+def test_the_cover_meets_every_pair():
+    configs = all_pairs(list(FEATURES))
+    for a, b in combinations(FEATURES, 2):
+        for x in a.options:
+            for y in b.options:
+                declared = any({(a.name, x), (b.name, y)} == {c.first, c.second} for c in CONFLICTS)
+                assert declared or any(c[a.field] == x and c[b.field] == y for c in configs), (a.name, x, b.name, y)
+    assert len(configs) < 60

@@ -1,0 +1,140 @@
+"""Fakes that need no weights and no torch.
+
+FakeWorker is a model whose next token is a hash of all tokens before it, read back through the block tables from a KV
+"cache" that holds token ids and positions. So a wrong block, slot, length or position turns into a wrong token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future
+
+import numpy as np
+
+from minivllm.config import EngineConfig
+from minivllm.engine.build import build_kv, build_scheduler
+from minivllm.engine.core import EngineCore
+from minivllm.features import INPUT_BUILDERS
+from minivllm.plan import Delta, StepOutput, StepPlan
+from minivllm.request import EngineRequest, SamplingParams
+from minivllm.runner.inputs import BatchKey, InputSizes, Rows
+from minivllm.scheduler.base import Limits
+
+VOCAB = 100
+EOS = 7
+
+
+def next_token(tokens: list[int], positions: list[int] | None = None) -> int:
+    """The fake model. Correct positions are 0, 1, 2 ..."""
+    payload = np.array([tokens, positions or range(len(tokens))], np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little") % VOCAB
+
+
+def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9) -> list[int]:
+    """What the fake model answers to one request alone, with no engine in between."""
+    tokens = list(prompt)
+    while True:
+        token = next_token(tokens)
+        tokens.append(token)
+        num_output = len(tokens) - len(prompt)
+        stopped = num_output >= params.min_tokens and token in (*params.eos_token_ids, *params.stop_token_ids)
+        if stopped or num_output == params.max_tokens or len(tokens) >= max_model_len:
+            return tokens[len(prompt) :]
+
+
+class FakeWorker:
+    def __init__(self, sizes: InputSizes, inputs: str = "persistent", padding: int = 2):
+        self.sizes = sizes
+        self.inputs = INPUT_BUILDERS.get(inputs)(sizes)
+        self.rows = Rows(sizes.max_rows)
+        self.padding = padding  # dummy token rows in each batch
+        num_slots = (sizes.spare_block + 1) * sizes.block_size
+        self.kv = np.full((2, num_slots), -1, np.int64)  # token id and position of each slot
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        for req_id in plan.leaves:
+            self.rows.leave(req_id)
+        self.inputs.apply(plan, [self.rows.join(join.req_id) for join in plan.joins])
+        if not plan.num_tokens:
+            return StepOutput()
+        batch = self.inputs.build(plan, BatchKey(plan.total_tokens + self.padding))
+        assert len(np.unique(batch.slot_mapping[: batch.num_tokens])) == batch.num_tokens, "two tokens share a slot"
+        self.kv[:, batch.slot_mapping] = batch.token_ids, batch.positions
+        tokens = [self._sample(batch, r) for r in batch.sample_requests.tolist()]
+        for r, at in zip(batch.sample_requests.tolist(), batch.sample_tokens.tolist(), strict=True):
+            assert at == batch.query_start[r + 1] - 1
+        self.inputs.append(batch, np.array(tokens, np.int64))
+        return StepOutput({batch.req_ids[r]: [t] for r, t in zip(batch.sample_requests.tolist(), tokens, strict=True)})
+
+    def _sample(self, batch, r: int) -> int:
+        block_size = self.sizes.block_size
+        at = np.arange(batch.seq_lens[r])
+        slots = batch.block_tables[r, at // block_size].astype(np.int64) * block_size + at % block_size
+        tokens, positions = self.kv[:, slots]
+        return next_token(tokens.tolist(), positions.tolist())
+
+
+class FakeExecutor:
+    """Runs FakeWorker.execute at once."""
+
+    def __init__(self, worker: FakeWorker):
+        self.worker = worker
+
+    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+        future: Future[StepOutput] = Future()
+        try:
+            future.set_result(self.worker.execute(plan))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def call(self, method, *args):
+        return [getattr(self.worker, method)(*args)]
+
+    def shutdown(self):
+        pass
+
+
+class FakeEngine:
+    """The real control plane of a configuration over the fake model."""
+
+    def __init__(self, num_blocks: int = 1000, max_model_len: int | None = None, **overrides):
+        overrides = {"kv.num_blocks": num_blocks, "kv.block_size": 4, "debug.check": True, **overrides}
+        self.config = config = EngineConfig.build("v1", overrides)
+        capacity = num_blocks * config.kv.block_size
+        self.max_model_len = max_model_len or min(capacity, 512)
+        self.kv = build_kv(config, num_blocks)
+        limits = Limits(
+            config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, capacity
+        )
+        self.scheduler = build_scheduler(config, self.kv, limits)
+        sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)
+        self.worker = FakeWorker(sizes, config.runner.inputs)
+        self.now = 0.0
+        self.core = EngineCore(self.scheduler, FakeExecutor(self.worker), clock=lambda: self.now, check=True)
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+
+    def add(self, req_id: str, prompt: list[int], priority: int = 0, cache_salt: str = "", **params) -> SamplingParams:
+        params = SamplingParams(temperature=0.0, eos_token_ids=(EOS,), **params)
+        self.core.add(EngineRequest(req_id, prompt, params, self.now, priority=priority, cache_salt=cache_salt))
+        self.tokens[req_id] = []
+        return params
+
+    def step(self) -> list[Delta]:
+        self.now += 1.0
+        deltas = self.core.step()
+        for delta in deltas:
+            assert delta.req_id not in self.reasons, "a finished request got a delta"
+            assert delta.error is None, delta.error
+            self.tokens[delta.req_id] += delta.token_ids
+            if delta.finish_reason:
+                self.reasons[delta.req_id] = delta.finish_reason
+        return deltas
+
+    def run(self, max_steps: int = 3000) -> dict[str, list[int]]:
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return self.tokens
+            self.step()
+        raise AssertionError(f"{len(self.core._live)} requests are not done after {max_steps} steps")

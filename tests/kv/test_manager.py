@@ -1,0 +1,161 @@
+import pytest
+
+from minivllm.kv.manager import PagedKVManager
+from minivllm.kv.prefix import NoPrefix
+from minivllm.kv.prefix_hash import HashPrefix, sha256_cbor, xxhash_cbor
+from minivllm.request import Request, SamplingParams
+
+
+def manager(num_blocks=10, block_size=4, index=None):
+    return PagedKVManager(num_blocks, block_size, index or HashPrefix(seed="test"))
+
+
+def request(req_id, tokens, **fields):
+    tokens = list(range(tokens)) if isinstance(tokens, int) else list(tokens)
+    return Request(req_id, fields.pop("params", SamplingParams()), tokens, len(tokens), **fields)
+
+
+def compute(kv, req, new_tokens=None, start=None):
+    """lookup, allocate, run, commit: as a scheduler does."""
+    start = kv.lookup(req) if req.id not in kv.tables else req.num_computed_tokens
+    new_tokens = req.num_tokens - start if new_tokens is None else new_tokens
+    blocks = kv.allocate(req, new_tokens)
+    if blocks is not None:
+        req.num_computed_tokens = start + new_tokens
+        kv.commit(req)
+    kv.check()
+    return blocks
+
+
+@pytest.mark.parametrize("num_tokens, num_blocks", [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_a_request_wastes_less_than_one_block(num_tokens, num_blocks):
+    kv = manager()
+    assert len(compute(kv, request("a", num_tokens))) == num_blocks
+
+
+def test_a_block_is_added_only_when_the_last_one_is_full():
+    kv, req = manager(), request("a", 3)
+    compute(kv, req)
+    gained = []
+    for token in range(3, 12):
+        req.token_ids.append(token)
+        gained.append(len(compute(kv, req)))
+    assert gained == [0, 1, 0, 0, 0, 1, 0, 0, 0]
+
+
+def test_allocation_is_all_or_nothing():
+    kv = manager(num_blocks=3)
+    compute(kv, request("a", 8))
+    b = request("b", [9] * 8)
+    assert compute(kv, b) is None
+    assert kv.usage.num_free == 1
+    assert "b" not in kv.tables
+
+
+def test_lookahead_slots_are_allocated_but_never_published():
+    kv, req = manager(), request("a", 7)
+    kv.lookup(req)
+    assert len(kv.allocate(req, 7, lookahead=4)) == 3
+    req.num_computed_tokens = 7
+    kv.commit(req)
+    assert kv.tables["a"].num_published == 1
+    kv.check()
+
+
+def test_equal_prompts_share_full_blocks():
+    kv, a, b = manager(), request("a", 10), request("b", 10)
+    blocks = compute(kv, a)
+    assert kv.lookup(b) == 8
+    assert compute(kv, b)[:2] == blocks[:2]
+    assert [kv.pool.ref_counts[block] for block in blocks] == [2, 2, 1]
+
+
+def test_a_freed_prefix_is_found_until_it_is_overwritten():
+    kv, a = manager(num_blocks=4), request("a", 12)
+    compute(kv, a)
+    kv.free(a)
+    assert kv.usage.num_cached == 3
+    assert kv.lookup(request("b", 13)) == 12
+    compute(kv, request("c", [7] * 8))  # takes the block never used and then the tail of a's prefix
+    assert kv.lookup(request("d", 13)) == 8
+    kv.check()
+
+
+def test_suffixes_are_evicted_before_their_prefix():
+    kv, a = manager(num_blocks=3), request("a", 12)
+    compute(kv, a)
+    kv.free(a)
+    for length in (8, 4, 0):
+        kv._take(1)
+        assert kv.lookup(request(f"l{length}", 13)) == length
+
+
+def test_a_found_block_that_is_free_counts_against_the_room():
+    kv, a = manager(num_blocks=3), request("a", 9)
+    compute(kv, a)
+    kv.free(a)
+    b = request("b", 13)  # needs 4 blocks: 2 found free ones and 2 more, and the pool has 3
+    assert kv.lookup(b) == 8
+    assert kv.allocate(b, 5) is None
+    assert kv.usage.num_free == 3
+    kv.check()
+
+
+def test_equal_blocks_computed_side_by_side_are_both_kept():
+    kv, a, b = manager(), request("a", 8), request("b", 8)
+    kv.lookup(a), kv.lookup(b)
+    kv.allocate(a, 8), kv.allocate(b, 8)
+    for req in (a, b):
+        req.num_computed_tokens = 8
+        kv.commit(req)
+    assert kv.tables["a"].blocks != kv.tables["b"].blocks
+    kv.free(a)
+    kv.check()
+    for _ in range(8):
+        kv._take(1)  # everything but b's blocks is overwritten
+    assert kv.lookup(request("c", 9)) == 8
+    assert kv._found["c"] == kv.tables["b"].blocks
+
+
+@pytest.mark.parametrize("other", [{"adapter": "x"}, {"cache_salt": "x"}])
+def test_adapter_and_salt_divide_the_cache(other):
+    kv = manager()
+    compute(kv, request("a", 8))
+    assert kv.lookup(request("b", 9, **other)) == 0
+    compute(kv, request("c", 8, **other))
+    assert kv.lookup(request("d", 9, **other)) == 8
+
+
+def test_prompt_logprobs_recompute_the_prompt():
+    kv = manager()
+    compute(kv, request("a", 8))
+    assert kv.lookup(request("b", 9, params=SamplingParams(prompt_logprobs=1))) == 0
+
+
+def test_without_an_index_nothing_is_shared():
+    kv = manager(index=NoPrefix())
+    a = request("a", 8)
+    compute(kv, a)
+    kv.free(a)
+    assert kv.lookup(request("b", 8)) == 0
+    assert kv.usage.num_cached == 0
+
+
+def test_equal_tokens_after_different_beginnings_have_different_keys():
+    index = HashPrefix(seed="test")
+    keys = [index.keys(request(str(i), [i, 2, 3, 4, 9, 9, 9, 9]), 2, 4) for i in (0, 1)]
+    assert keys[0][1] != keys[1][1]
+
+
+@pytest.mark.parametrize("key_hash, size", [(sha256_cbor, 32), (xxhash_cbor, 16)])
+def test_keys_depend_on_the_secret_root_and_are_strong(key_hash, size):
+    req_keys = [HashPrefix(key_hash, seed).keys(request("a", 4), 1, 4) for seed in ("s", "s", "t", None, None)]
+    assert all(len(key) == size for (key,) in req_keys)
+    assert req_keys[0] == req_keys[1]
+    assert len({key for (key,) in req_keys}) == 4
+
+
+def test_freeing_a_request_without_blocks_is_no_error():
+    kv = manager()
+    kv.free(request("a", 4))
+    kv.check()
