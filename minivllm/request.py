@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _number("n", self.n, low=1, high=128, integer=True)
         _number("temperature", self.temperature, low=0.0)
         _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
-        _number("top_k", self.top_k, low=-1, integer=True)
+        _number("top_k", self.top_k, low=-1, high=2**31 - 1, integer=True)
         _number("min_p", self.min_p, low=0.0, high=1.0)
         _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)

@@ -82,6 +82,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._live)
 
+    @property
+    def is_settled(self) -> bool:
+        """No work, and a plan has said so since: the workers have dropped every row and the gauges show it."""
+        return not (self._live or self.stats.num_running or self.stats.num_waiting)
+
     def add(self, er: EngineRequest) -> None:
         """Raises BadRequest (NeverFits) and takes nothing, if the request can never run."""
         self.scheduler.add(Request.make(er))

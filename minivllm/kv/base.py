@@ -62,7 +62,9 @@ class PrefixIndex(Protocol):
         """The blocks of the longest known beginning of keys."""
         ...
 
-    def publish(self, key: Any, block: int) -> None: ...
+    def publish(self, keys: Sequence[Any], first: int, blocks: Sequence[int]) -> None:
+        """blocks[i] holds the tokens of keys[first + i], and what precedes them is keys[:first]."""
+        ...
 
     def drop(self, block: int) -> bool:
         """Forget the block, if it is known; its content is about to be overwritten. True if it was known."""

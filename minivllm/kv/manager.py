@@ -78,9 +78,8 @@ class PagedKVManager:
         full = req.num_computed_tokens // self.block_size
         if full <= table.num_published:
             return
-        keys = self.index.keys(req, full, self.block_size)
-        for i in range(table.num_published, min(full, len(keys))):
-            self.index.publish(keys[i], table.blocks[i])
+        keys = self.index.keys(req, full, self.block_size)[:full]
+        self.index.publish(keys, table.num_published, table.blocks[table.num_published : full])
         table.num_published = full
 
     def free(self, req: Request) -> None:

@@ -18,8 +18,8 @@ class NoPrefix:
     def match(self, keys: Sequence[Any]) -> list[int]:
         return []
 
-    def publish(self, key: Any, block: int) -> None:
-        raise AssertionError("there are no keys to publish")
+    def publish(self, keys: Sequence[Any], first: int, blocks: Sequence[int]) -> None:
+        pass  # nothing is ever found, so there is nothing to know
 
     def drop(self, block: int) -> bool:
         return False

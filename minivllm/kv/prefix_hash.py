@@ -61,10 +61,11 @@ class HashPrefix:
             blocks.append(next(iter(known)))
         return blocks
 
-    def publish(self, key: bytes, block: int) -> None:
-        assert block not in self._key_of, f"block {block} is published already"
-        self._blocks.setdefault(key, {})[block] = None
-        self._key_of[block] = key
+    def publish(self, keys: Sequence[bytes], first: int, blocks: Sequence[int]) -> None:
+        for key, block in zip(keys[first:], blocks, strict=True):
+            assert block not in self._key_of, f"block {block} is published already"
+            self._blocks.setdefault(key, {})[block] = None
+            self._key_of[block] = key
 
     def drop(self, block: int) -> bool:
         key = self._key_of.pop(block, None)

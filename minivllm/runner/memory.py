@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
+from torch import Tensor
 
 from minivllm.attention.base import KVSpec
 from minivllm.config import Decision, EngineConfig
@@ -50,6 +53,18 @@ def _cgroup_free() -> float:
         return float("inf")  # no control groups of version 2 here
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A KV tensor. Zeros, not empty memory: a masked score of garbage may be NaN, and NaN survives a mask.
+
+    torch.zeros writes every page at once; on the CPU pages come from calloc instead, so that the pool costs start-up
+    time and memory only as far as it is used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
+
+
 def size_pool(config: EngineConfig, spec: KVSpec, device: torch.device, max_model_len: int) -> tuple[int, Decision]:
     """Blocks of the pool. max_model_len: the most that one request can use, in tokens."""
     kv = config.kv
@@ -63,7 +78,7 @@ def size_pool(config: EngineConfig, spec: KVSpec, device: torch.device, max_mode
         free = free_memory(device)
         size, reason = kv.memory_fraction * free, f"{kv.memory_fraction:.0%} of {format_size(free)} free"
         if device.type == "cpu" and size > CPU_POOL_CAP:
-            size, reason = CPU_POOL_CAP, f"{format_size(CPU_POOL_CAP)}, the most taken on a CPU unless kv.memory is set"
+            size, reason = CPU_POOL_CAP, "the most taken on a CPU unless kv.memory is set"
         num_blocks = int(size) // per_block
     if num_blocks > useful:
         num_blocks, reason = useful, f"all that {config.scheduler.max_num_seqs} requests of {max_model_len} tokens use"

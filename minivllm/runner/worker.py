@@ -22,7 +22,7 @@ from minivllm.loading import load_model
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.inputs import InputSizes, Rows
-from minivllm.runner.memory import choose_max_model_len, size_pool
+from minivllm.runner.memory import choose_max_model_len, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.sampling.sampler import Sampler
@@ -49,7 +49,9 @@ class Worker:
         if device.type == "cpu":
             torch.set_num_threads(self._decide("executor.num_threads", *choose_threads(config.executor.num_threads)))
         dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, device))
-        loaded = load_model(config.model.path, dtype=dtype, device=device, seed=config.model.seed)
+        loaded = load_model(
+            config.model.path, dtype=dtype, device=device, seed=config.model.seed, tokenizer=config.model.tokenizer
+        )
         model = loaded.model
         backend_class, (_, reason) = choose_attention(
             config.runner.attention, device, model.attention_layers, attention
@@ -72,8 +74,7 @@ class Worker:
             model=model,
             forward=forwards.get(config.runner.forward)(model, device, dtype),
             attention=backend,
-            # Zeros, not empty memory: a masked score of garbage may be NaN, and NaN survives a mask.
-            kv_caches=[torch.zeros(shape, dtype=dtype, device=device) for _ in model.attention_layers],
+            kv_caches=[zeros(shape, dtype, device) for _ in model.attention_layers],
             inputs=inputs.get(config.runner.inputs)(sizes),
             rows=Rows(config.scheduler.max_num_seqs),
             sampler=Sampler(loaded.spec.vocab_size, config.scheduler.max_num_seqs, device),
@@ -89,6 +90,7 @@ class Worker:
             info={
                 "model": loaded.name,
                 "device": str(device),
+                "vocab_size": loaded.spec.vocab_size,
                 "dtype": str(dtype).removeprefix("torch."),
                 "attention": name,
                 "num_blocks": num_blocks,

@@ -1,0 +1,183 @@
+"""AsyncLLM: the engine behind a server. One thread steps the core; the event loop tokenises and detokenises.
+
+    event loop                                     step thread
+    generate() -- EngineRequest --> inbox  ------> core.add / core.abort
+               <-- RequestOutput -- _deliver <---- deltas of each step
+
+Only the step thread touches the core and only the event loop touches the front end, so neither needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from minivllm.config import Decision
+from minivllm.engine.build import build
+from minivllm.engine.core import EngineStats, Observer
+from minivllm.engine.frontend import FrontEnd, OutputKind, Prompt
+from minivllm.engine.llm import make_config
+from minivllm.engine.output import RequestOutput
+from minivllm.errors import BadRequest, EngineDead
+from minivllm.plan import Delta
+from minivllm.request import EngineRequest, SamplingParams
+
+logger = logging.getLogger("minivllm")
+
+
+class AsyncLLM:
+    """Takes the same arguments as LLM. Use one event loop at a time; close with `await shutdown()`."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        preset: str = "v1",
+        overrides: Mapping[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
+        **vllm_names: Any,
+    ):
+        engine = build(make_config(model, preset, overrides, vllm_names), observers)
+        self.config = engine.config
+        self.decisions: list[Decision] = engine.decisions
+        self.max_model_len = engine.max_model_len
+        self.model_name = engine.model_name
+        self.info = engine.info
+        self._core = engine.core
+        self._front = FrontEnd(engine)
+        self.tokenizer = self._front.tokenizer
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._dead: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="minivllm-step", daemon=True)
+        self._thread.start()
+
+    # --- the event loop's side
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        output_kind: OutputKind = "cumulative",
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs as they come; the last one has finished=True. Leaving the iterator early aborts the request.
+
+        output_kind: each output holds all text so far, only what is new, or ("final") there is only the last one.
+        Raises BadRequest before the first item, EngineDead if the step loop has ended.
+        """
+        if request_id in self._streams:
+            raise BadRequest(f'request id "{request_id}" is in use', "request_id")
+        self._loop = asyncio.get_running_loop()
+        self._check_alive()
+        requests = self._front.requests(prompt, params, request_id, output_kind, priority, cache_salt)
+        stream = self._streams[request_id] = asyncio.Queue()
+        finished = False
+        try:
+            for request in requests:
+                self._inbox.put(lambda request=request: self._add(request, request_id))
+            while not finished:
+                output = await stream.get()
+                if isinstance(output, Exception):
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            del self._streams[request_id]
+            if not finished:
+                self._abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request from outside its iterator, which then gets a last output with finish_reason "abort"."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            output = self._front.processor.aborted(request_id)
+            self._abort(request_id)
+            if output is not None:
+                stream.put_nowait(output)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._core.stats
+
+    @property
+    def is_running(self) -> bool:
+        return self._dead is None and self._thread.is_alive()
+
+    async def shutdown(self) -> None:
+        """End the step thread; streams still open raise EngineDead. Returns once the thread has ended."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """shutdown() for callers without an event loop."""
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join()
+
+    def _check_alive(self) -> None:
+        if not self.is_running:
+            raise EngineDead("the engine has stopped") from self._dead
+
+    def _abort(self, request_id: str) -> None:
+        children = self._front.processor.abort(request_id)
+        self._inbox.put(lambda: self._core.abort(children))
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        outputs, aborts = self._front.process(deltas)
+        if aborts:
+            self._inbox.put(lambda: self._core.abort(aborts))
+        for output in outputs:
+            if (stream := self._streams.get(output.request_id)) is not None:
+                stream.put_nowait(output)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.put_nowait(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        for stream in self._streams.values():
+            stream.put_nowait(error)
+
+    # --- the step thread's side
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                if not self._core.is_settled and (deltas := self._core.step()):
+                    self._post(self._deliver, deltas)
+            error: Exception = EngineDead("the engine was shut down")
+        except Exception as failure:
+            logger.exception("the step loop has died")
+            error = EngineDead(f"the step loop has died: {type(failure).__name__}: {failure}")
+        self._dead = error
+        self._post(self._fail_all, error)
+        self._core.shutdown()
+
+    def _take_commands(self) -> bool:
+        """Carry out what has arrived, waiting if there is nothing else to do. False: shut down."""
+        while True:
+            try:
+                command = self._inbox.get(block=self._core.is_settled)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _add(self, request: EngineRequest, request_id: str) -> None:
+        try:
+            self._core.add(request)
+        except BadRequest as error:  # the front end checks the same bounds; this is for what it cannot know
+            self._post(self._refuse, request_id, error)
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)

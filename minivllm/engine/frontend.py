@@ -1,0 +1,77 @@
+"""FrontEnd: text on one side, tokens on the other. What LLM and AsyncLLM share, with no loop of its own.
+
+prompt -> tokenise, check, resolve -> EngineRequest ... Delta -> detokenise, stop strings -> RequestOutput
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from minivllm.engine.build import Engine
+from minivllm.engine.output import OutputProcessor, RequestOutput
+from minivllm.engine.prepare import child_ids, children, prepare
+from minivllm.engine.tokenizer import TextTokenizer
+from minivllm.errors import BadRequest
+from minivllm.plan import Delta
+from minivllm.request import EngineRequest, SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
+OutputKind = Literal["cumulative", "delta", "final"]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class FrontEnd:
+    def __init__(self, engine: Engine):
+        self.max_model_len = engine.max_model_len
+        self.tokenizer = TextTokenizer.load(engine.tokenizer_dir)
+        self.processor = OutputProcessor(self.tokenizer)
+        self._vocab_size = engine.info["vocab_size"]
+        self._rng = random.Random(engine.config.model.seed)
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(text if it was given, token ids). Raises BadRequest for anything that is no prompt."""
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise BadRequest(
+                    f'a prompt dictionary has "prompt" or "prompt_token_ids", not {sorted(unknown)}', "prompt"
+                )
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+            return None, list(prompt)
+        raise BadRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}", "prompt")
+
+    def chat_prompt(self, messages: Messages, **template_args: Any) -> dict[str, Any]:
+        """The conversation as one prompt. The template writes the special tokens itself."""
+        text = self.tokenizer.apply_chat_template(messages, **template_args)
+        return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def requests(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        kind: OutputKind,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[EngineRequest]:
+        """The engine requests of one prompt (params.n of them), with their outputs expected from now on."""
+        text, token_ids = self.tokenize(prompt)
+        resolved = prepare(params, token_ids, self.tokenizer, self.max_model_len, self._rng, self._vocab_size)
+        now = time.monotonic()
+        each = children(resolved)
+        ids = child_ids(request_id, len(each))
+        self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
+        return [
+            EngineRequest(req_id, token_ids, child, now, priority=priority, cache_salt=cache_salt)
+            for req_id, child in zip(ids, each, strict=True)
+        ]
+
+    def process(self, deltas: list[Delta]) -> tuple[list[RequestOutput], list[str]]:
+        """Outputs for the clients, and the ids that the engine core shall abort (a stop string was found)."""
+        return self.processor.process(deltas, time.monotonic())

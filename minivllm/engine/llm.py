@@ -1,0 +1,156 @@
+"""LLM: offline batches. Same call shapes and keyword names as vLLM's class, where the meaning is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from minivllm.config import Decision, EngineConfig, from_vllm_names
+from minivllm.engine.build import build
+from minivllm.engine.client import InprocClient
+from minivllm.engine.core import EngineStats, Observer
+from minivllm.engine.frontend import FrontEnd, Messages, Prompt
+from minivllm.engine.output import RequestOutput
+from minivllm.errors import BadRequest
+from minivllm.request import SamplingParams
+
+
+def make_config(
+    model: str | None, preset: str, overrides: Mapping[str, Any] | None, vllm_names: Mapping[str, Any]
+) -> EngineConfig:
+    """One configuration from every way to say it; `overrides` win over vLLM's names, those over the preset."""
+    named = from_vllm_names({"model": model, **vllm_names} if model is not None else vllm_names)
+    return EngineConfig.build(preset, {**named, **(overrides or {})})
+
+
+class LLM:
+    """A model and its engine, in this process.
+
+    model: an alias, a folder, a .gguf file, dummy:<shape> or a Hub id; the default needs no account and no GPU.
+    preset and overrides={"kv.prefix": "none"} set any option; vLLM's keywords (max_model_len, max_num_seqs,
+    max_num_batched_tokens, enable_prefix_caching, dtype, seed ...) do the same for the common ones.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        preset: str = "v1",
+        overrides: Mapping[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
+        **vllm_names: Any,
+    ):
+        engine = build(make_config(model, preset, overrides, vllm_names), observers)
+        self.config = engine.config
+        self.decisions: list[Decision] = engine.decisions
+        self.max_model_len = engine.max_model_len
+        self.model_name = engine.model_name
+        self.info = engine.info
+        self._core = engine.core
+        self._client = InprocClient(engine.core)
+        self._front = FrontEnd(engine)
+        self._ids = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs in the order of the prompts.
+
+        Raises BadRequest before anything runs if one prompt or its parameters cannot be served.
+        """
+        prompts = _as_list(prompts)
+        each = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
+        priorities = _one_each("priority", priority or 0, len(prompts))
+        ids: list[str] = []
+        try:
+            for prompt, params, prio in zip(prompts, each, priorities, strict=True):
+                ids.append(str(next(self._ids)))
+                for request in self._front.requests(prompt, params, ids[-1], "final", prio):
+                    self._client.add(request)
+            outputs = self._run(len(prompts), use_tqdm)
+        except BaseException:  # an error, or Ctrl-C: leave nothing running behind
+            self._client.abort([child for req_id in ids for child in self._front.processor.abort(req_id)])
+            raise
+        return [outputs[req_id] for req_id in ids]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self._front.chat_prompt(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self):
+        return self._front.tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._core.stats
+
+    def shutdown(self) -> None:
+        """Free the model and the cache, close traces. The object cannot be used afterwards."""
+        self._core.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _run(self, num_prompts: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+        from tqdm import tqdm
+
+        outputs: dict[str, RequestOutput] = {}
+        num_in = num_out = 0
+        with tqdm(total=num_prompts, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while len(outputs) < num_prompts:
+                finished, aborts = self._front.process(self._client.poll(None))
+                self._client.abort(aborts)
+                for output in finished:
+                    outputs[output.request_id] = output
+                    num_in += len(output.prompt_token_ids)
+                    num_out += sum(len(completion.token_ids) for completion in output.outputs)
+                    seconds = max(bar.format_dict["elapsed"], 1e-9)
+                    speed = f"input: {num_in / seconds:.1f} tokens/s, output: {num_out / seconds:.1f} tokens/s"
+                    bar.set_postfix_str(speed, refresh=False)
+                bar.update(len(finished))
+        return outputs
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt, or a list of token ids, is one prompt; any other sequence is several."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and all(isinstance(token, int) for token in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def _one_each(name: str, values: Any, n: int) -> list:
+    if not isinstance(values, Sequence):
+        return [values] * n
+    if len(values) != n:
+        raise BadRequest(f"{n} prompts, but {len(values)} of {name}", name)
+    return list(values)

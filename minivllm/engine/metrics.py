@@ -1,0 +1,180 @@
+"""What Prometheus reads: vLLM's metric names under the prefix "minivllm:".
+
+Three sources. Gauges and totals are read from `EngineStats` when somebody scrapes. What happens between two tokens
+(ITL, queue time, tokens a step) is seen by `on_step`, as an observer of the engine core, in its thread. What a whole
+request took (TTFT, TPOT, end to end, finish reason) is told by the front end, which alone knows of stop strings and of
+clients that left.
+
+A histogram here takes a weight: all requests of a step share an interval, so 256 of them cost one update. Each has a
+single writer thread, so none needs a lock; a scrape may miss the newest sample.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from minivllm.plan import Delta, StepOutput, StepPlan
+from minivllm.request import EngineRequest
+
+if TYPE_CHECKING:
+    from minivllm.engine.core import EngineStats
+    from minivllm.engine.output import RequestMetrics
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+def grid(low: int, high: int) -> list[float]:
+    """1, 2 and 5 times each power of ten from 10^low up to 10^high."""
+    return [step * 10.0**power for power in range(low, high) for step in (1, 2, 5)] + [10.0**high]
+
+
+class Histogram:
+    def __init__(self, name: str, what: str, bounds: list[float]):
+        self.name, self.what, self.bounds = name, what, bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+        self.sum = 0.0
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += weight
+        self.sum += value * weight
+
+    def family(self, labels: dict[str, str]) -> Metric:
+        family = HistogramMetricFamily(self.name, self.what, labels=list(labels))
+        total, buckets = 0, []
+        for bound, count in zip([*self.bounds, "+Inf"], self.counts, strict=True):
+            total += count
+            buckets.append((f"{bound:g}" if isinstance(bound, float) else bound, total))
+        family.add_metric(list(labels.values()), buckets, self.sum)
+        return family
+
+
+class Metrics:
+    """An `Observer` of the engine core, and a collector of a registry of its own."""
+
+    def __init__(self, model_name: str = "", clock: Callable[[], float] = time.monotonic):
+        self.stats: EngineStats | None = None  # set once there is an engine
+        self.labels = {"model_name": model_name}
+        self.clock = clock
+        seconds, tokens = grid(-3, 3), grid(0, 5)
+        self.ttft = Histogram("minivllm:time_to_first_token_seconds", "Arrival to first token", seconds)
+        self.itl = Histogram("minivllm:inter_token_latency_seconds", "Between two tokens of one request", seconds)
+        self.tpot = Histogram(
+            "minivllm:time_per_output_token_seconds", "Mean time per token after the first, by request", seconds
+        )
+        self.e2e = Histogram("minivllm:e2e_request_latency_seconds", "Arrival to last token", seconds)
+        self.queue = Histogram("minivllm:request_queue_time_seconds", "Arrival to first scheduled", seconds)
+        self.prompt = Histogram("minivllm:request_prompt_tokens", "Prompt tokens, by request", tokens)
+        self.generation = Histogram("minivllm:request_generation_tokens", "Generated tokens, by request", tokens)
+        self.step_tokens = Histogram("minivllm:iteration_tokens_total", "Tokens computed in a step", tokens)
+        self.finished: Counter[str] = Counter()
+        self.responses: Counter[tuple[str, str, str]] = Counter()  # (method, path, status)
+        self._queued: dict[str, float] = {}  # arrival of requests that have not run
+        self._last_token: dict[str, float] = {}
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    # -- the engine core's thread
+
+    def on_start(self, config: dict[str, Any], info: dict[str, Any]) -> None:
+        pass
+
+    def on_add(self, req: EngineRequest, step: int) -> None:
+        self._queued[req.id] = self.clock()
+
+    def on_abort(self, req_id: str) -> None:
+        self._queued.pop(req_id, None)
+        self._last_token.pop(req_id, None)
+
+    def on_step(self, plan: StepPlan, out: StepOutput, deltas: list[Delta], times: dict[str, float]) -> None:
+        now = self.clock()
+        begin = now - sum(times.values()) / 1e3
+        self.step_tokens.observe(plan.total_tokens)
+        for join in plan.joins:
+            if (queued := self._queued.pop(join.req_id, None)) is not None:
+                self.queue.observe(max(0.0, begin - queued))
+        self._count_intervals(deltas, now)
+
+    def _count_intervals(self, deltas: list[Delta], now: float) -> None:
+        intervals: Counter[float] = Counter()  # most requests had their last token in the same earlier step
+        last = self._last_token
+        for delta in deltas:
+            if not delta.token_ids:
+                continue
+            if (before := last.get(delta.req_id)) is not None:
+                intervals[now - before] += 1
+            last[delta.req_id] = now
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.on_abort(delta.req_id)
+        for interval, weight in intervals.items():
+            self.itl.observe(interval, weight)
+
+    def close(self) -> None:
+        pass
+
+    # -- the front end's thread
+
+    def on_request_end(
+        self, reason: str, times: RequestMetrics | None = None, num_prompt: int = 0, num_generated: int = 0
+    ) -> None:
+        """A request has ended. `times` and counts: if it ended by itself; num_generated: of its longest choice."""
+        self.finished[reason] += 1
+        if times is None or not times.first_token_time:
+            return
+        self.prompt.observe(num_prompt)
+        self.generation.observe(num_generated)
+        self.ttft.observe(times.first_token_time - times.arrival_time)
+        self.e2e.observe(times.last_token_time - times.arrival_time)
+        if num_generated > 1:
+            self.tpot.observe((times.last_token_time - times.first_token_time) / (num_generated - 1))
+
+    def on_response(self, method: str, path: str, status: int) -> None:
+        self.responses[method, path, str(status)] += 1
+
+    # -- a scrape
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        if self.stats is not None:
+            yield from self._engine_families(self.stats)
+        names, values = list(self.labels), list(self.labels.values())
+        success = CounterMetricFamily(
+            "minivllm:request_success", "Requests that ended, by reason", labels=[*names, "finished_reason"]
+        )
+        for reason in FINISH_REASONS:
+            success.add_metric([*values, reason], self.finished[reason])
+        yield success
+        http = CounterMetricFamily(
+            "minivllm:http_requests", "HTTP responses", labels=[*names, "method", "path", "status"]
+        )
+        for key, count in sorted(self.responses.items()):
+            http.add_metric([*values, *key], count)
+        yield http
+        for histogram in (self.ttft, self.itl, self.tpot, self.e2e, self.queue, self.prompt, self.generation):
+            yield histogram.family(self.labels)
+        yield self.step_tokens.family(self.labels)
+
+    def _engine_families(self, stats: EngineStats) -> Iterator[Metric]:
+        for kind, name, what, value in (
+            (GaugeMetricFamily, "num_requests_running", "Requests in the batch", stats.num_running),
+            (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue", stats.num_waiting),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "KV blocks in use; 1 means all", stats.kv_usage),
+            (GaugeMetricFamily, "num_kv_blocks", "KV blocks in the pool", stats.num_total_blocks),
+            (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_queries),
+            (CounterMetricFamily, "prefix_cache_hits", "Tokens found in the prefix cache", stats.prefix_hits),
+            (CounterMetricFamily, "num_preemptions", "Preemptions", stats.num_preempted),
+            (CounterMetricFamily, "prompt_tokens", "Prompt tokens of the requests taken", stats.prompt_tokens),
+            (CounterMetricFamily, "generation_tokens", "Tokens generated", stats.generation_tokens),
+        ):
+            family = kind(f"minivllm:{name}", what, labels=list(self.labels))
+            family.add_metric(list(self.labels.values()), value)
+            yield family
