@@ -1,0 +1,198 @@
+"""The Starlette application. `ENDPOINTS` is the table of all that can be asked; the OpenAPI document is made of it.
+
+A model name that is not served is a 404, every error has OpenAI's shape, and a body over the limit is not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import minivllm
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.metrics import Metrics
+from minivllm.registry import did_you_mean
+from minivllm.serve import chat, completions, errors, openapi, protocol
+from minivllm.serve.connection import EventStream, JSONAnswer, read_body
+from minivllm.serve.generation import Service, answer, events
+
+MAX_BODY_BYTES = 16 * 2**20
+
+
+async def chat_completions(request: Request) -> ASGIApp:
+    return await generate(request, protocol.ChatRequest, chat.prepare)
+
+
+async def completions_(request: Request) -> ASGIApp:
+    return await generate(request, protocol.CompletionRequest, completions.prepare)
+
+
+async def generate(request: Request, kind: type[protocol.Sampling], prepare: Callable[..., Awaitable]) -> ASGIApp:
+    body = protocol.parse(await read_body(request), kind)
+    check_model(request.app, body.model)
+    if body.stream_options is not None and not body.stream:
+        raise errors.BadRequest("stream_options needs stream=true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise errors.BadRequest("prompt_logprobs does not go with stream=true", "prompt_logprobs")
+    job, shape = await prepare(body, request.app.state.service)
+    return EventStream(events(job, shape), job.id) if body.stream else JSONAnswer(answer(job, shape), job.id)
+
+
+def check_model(app: Starlette, name: str | None) -> None:
+    names = app.state.model_names
+    if name is not None and name not in names:
+        message = f'the model "{name}" is not served here.{did_you_mean(name, names)} Served: {", ".join(names)}'
+        raise errors.ApiError(404, message, code="model_not_found", param="model")
+
+
+async def list_models(request: Request) -> Response:
+    return reply(protocol.ModelList([model_card(request.app, name) for name in request.app.state.model_names]))
+
+
+async def get_model(request: Request) -> Response:
+    name = request.path_params["model"]
+    check_model(request.app, name)
+    return reply(model_card(request.app, name))
+
+
+def model_card(app: Starlette, name: str) -> protocol.ModelCard:
+    engine = app.state.service.engine
+    root = engine.config.model.path
+    return protocol.ModelCard(id=name, created=app.state.created, root=root, max_model_len=engine.max_model_len)
+
+
+async def health(request: Request) -> Response:
+    alive = request.app.state.service.engine.is_running
+    return reply(protocol.Health("ok" if alive else "dead"), 200 if alive else 503)
+
+
+async def version(request: Request) -> Response:
+    return reply(protocol.Version(minivllm.__version__))
+
+
+async def metrics(request: Request) -> Response:
+    return Response(request.app.state.service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def document(request: Request) -> Response:
+    return reply(openapi.document(ENDPOINTS))
+
+
+def reply(data: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(data), status, media_type="application/json")
+
+
+class Endpoint(NamedTuple):
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable]
+    what: str
+    answers: type | None = None  # None: plain text or free JSON
+    takes: type | None = None
+    streams: type | None = None  # the type of each event, when the request asks for a stream
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        "Answer a conversation",
+        protocol.ChatCompletion,
+        protocol.ChatRequest,
+        protocol.ChatChunk,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/completions",
+        completions_,
+        "Continue a text",
+        protocol.Completion,
+        protocol.CompletionRequest,
+        protocol.Completion,
+    ),
+    Endpoint("GET", "/v1/models", list_models, "The names that `model` may have", protocol.ModelList),
+    Endpoint("GET", "/v1/models/{model:path}", get_model, "One model", protocol.ModelCard),
+    Endpoint("GET", "/health", health, "200 while the engine runs, 503 after", protocol.Health),
+    Endpoint("GET", "/version", version, "The server's version", protocol.Version),
+    Endpoint("GET", "/metrics", metrics, "Prometheus metrics"),
+    Endpoint("GET", "/openapi.json", document, "This document"),
+)
+
+PATHS = {endpoint.handler: endpoint.path for endpoint in ENDPOINTS}
+
+
+class Guard:
+    """Around every endpoint: the API key of /v1, and a count of responses by status."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, metrics: Metrics):
+        self.app, self.api_key, self.metrics = app, api_key, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(scope, message["status"])
+            await send(message)
+
+        app = self.app if self._allowed(scope) else errors.response(errors.ApiError(401, WRONG_KEY, "invalid_api_key"))
+        try:
+            await app(scope, receive, counted)
+        except Exception:
+            self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        path = PATHS.get(scope.get("endpoint"), "other")  # not the raw path: anyone could make up new label values
+        self.metrics.on_response(scope["method"], path, status)
+
+    def _allowed(self, scope: Scope) -> bool:
+        if self.api_key is None or not scope["path"].startswith("/v1"):
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, f"Bearer {self.api_key}".encode())
+
+
+WRONG_KEY = 'this server was started with --api-key: send it as the header "Authorization: Bearer <key>"'
+
+
+def create_app(
+    engine: AsyncLLM,
+    metrics: Metrics,
+    model_names: Sequence[str],
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> Starlette:
+    """`metrics` must be an observer of `engine`. The app closes the engine when it shuts down."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        app.state.closing = asyncio.get_running_loop().create_future()
+        yield
+        await engine.shutdown()
+
+    app = Starlette(
+        routes=[Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS],
+        exception_handlers=errors.HANDLERS,
+        lifespan=lifespan,
+    )
+    app.add_middleware(Guard, api_key=api_key, metrics=metrics)
+    metrics.stats = engine.stats
+    app.state.service = Service(engine, metrics, model_names[0])
+    app.state.model_names = list(model_names)
+    app.state.max_body_bytes = max_body_bytes
+    app.state.created = int(time.time())
+    return app

@@ -1,0 +1,137 @@
+"""The `serve` command: take the port, load the model, say what was chosen, serve until told to stop.
+
+The port is taken first, since a minute of loading is a long wait for "address already in use". It accepts connections
+only once the model is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from minivllm.cli import Parser, add_engine_options, engine_options, fail, print_table, recorders
+from minivllm.config import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from minivllm.engine.async_llm import AsyncLLM
+
+EXAMPLES = """examples:
+  python -m minivllm.serve                                        the default model, on http://127.0.0.1:8000
+  python -m minivllm.serve --model ./my-llama --dtype bfloat16    a local Hugging Face folder
+  python -m minivllm.serve --model dummy:tiny --port 9000         random weights, to try the server itself
+  python -m minivllm.serve --set kv.prefix=none --trace run.jsonl an option of the feature table; record the run
+
+then:
+  curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
+"""
+
+
+def main(argv: Sequence[str], prog: str = "python -m minivllm serve") -> int:
+    args = parser(prog).parse_args(argv)
+    options = engine_options(args)
+    listener = bind(args.host, args.port)
+    with listener:
+        return serve(args, options, listener)
+
+
+def parser(prog: str) -> Parser:
+    parser = Parser(prog=prog, description=f"Serve a model over OpenAI's HTTP protocol ({DEFAULT_MODEL} by default).")
+    parser.epilog = EXAMPLES
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network (127.0.0.1)")
+    group.add_argument("--port", default=8000, type=int, help="0: any free one (8000)")
+    group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests call it (--model)")
+    group.add_argument("--api-key", metavar="KEY", help="require this bearer token on /v1 (none)")
+    levels = ("debug", "info", "warning", "error")
+    group.add_argument(
+        "--log-level", choices=levels, default="info", metavar="LEVEL", help=f"{', '.join(levels)} (info)"
+    )
+    add_engine_options(parser)
+    return parser
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that owns the address and does not listen yet. Exits with what to do if it cannot be had."""
+    if not 0 <= port <= 65535:
+        fail(f"--port {port}: must be between 0 and 65535")
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        return listener
+    except socket.gaierror as error:
+        fail(f"--host {host}: {error.strerror}. Use 127.0.0.1 (this machine) or 0.0.0.0 (every network).")
+    except PermissionError:
+        fail(f"port {port} needs privileges. Take one above 1023: --port 8000")
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            fail(f"cannot listen on {host}:{port}: {error.strerror}")
+        fail_in_use(host, port)
+
+
+def fail_in_use(host: str, port: int) -> NoReturn:
+    fail(f"port {port} on {host} is in use. Stop what uses it, or take another: --port {free_port(host, port)}")
+
+
+def free_port(host: str, after: int) -> int:
+    for port in range(after + 1, min(after + 50, 65535)):
+        with socket.socket() as probe:
+            if probe.connect_ex((host, port)) != 0:
+                return port
+    return 0
+
+
+def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> int:
+    begin = time.perf_counter()
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
+    for noisy in ("uvicorn.error", "asyncio", "httpx"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    model = options.get("model", DEFAULT_MODEL)
+    print(f"Loading {model} ...", flush=True)
+
+    from minivllm.engine.async_llm import AsyncLLM
+    from minivllm.engine.metrics import Metrics
+    from minivllm.serve.app import create_app
+    from minivllm.serve.server import Server
+
+    names = args.served_model_name or [model]
+    metrics = Metrics(names[0])
+    engine = AsyncLLM(observers=[metrics, *recorders(args.trace)], **options)
+    app = create_app(engine, metrics, names, api_key=args.api_key)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def announce() -> None:
+        report(engine, names, url)
+        print(f"\nReady in {time.perf_counter() - begin:.1f} s: {url}/v1   (Ctrl-C stops)", flush=True)
+
+    try:
+        return Server(app, announce).run_on(listener)
+    except OSError as error:  # another server has begun to listen meanwhile: until then, both may hold the address
+        if error.errno != errno.EADDRINUSE:
+            raise
+        fail_in_use(host, port)
+
+
+def report(engine: AsyncLLM, names: Sequence[str], url: str) -> None:
+    """One table: what is served, then each choice that was made for the user, with its reason."""
+    info, config = engine.info, engine.config
+    chosen = {decision.field: decision.reason for decision in engine.decisions}
+    blocks = f"{info['num_blocks']:,} of {config.kv.block_size} tokens"
+    rows = [
+        ("URL", f"{url}/v1", "OpenAI-compatible; /metrics, /health and /openapi.json are beside it"),
+        ("model", ", ".join(names), "" if names == [config.model.path] else config.model.path),
+        ("attention backend", info["attention"], chosen.pop("runner.attention", "as configured")),
+        ("dtype", info["dtype"], chosen.pop("model.dtype", "as configured")),
+        ("KV blocks", blocks, chosen.pop("kv.num_blocks", "as configured")),
+    ]
+    rows += [decision for decision in engine.decisions if decision.field in chosen]
+    print_table("minivllm", ("what", "value", "why"), rows)

@@ -1,0 +1,94 @@
+"""OpenAI's error bodies, for everything that is not a 200: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from minivllm.errors import BadRequest, EngineDead, NeverFits
+from minivllm.registry import did_you_mean
+from minivllm.serve.protocol import ErrorBody, ErrorDetail
+
+logger = logging.getLogger("minivllm.serve")
+
+
+class ApiError(Exception):
+    """An answer with a status of its own."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+def client_left() -> ApiError:
+    """Nobody reads this answer; 499 is what nginx writes into its access log."""
+    return ApiError(499, "the client has left")
+
+
+def closing() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="server_shutting_down")
+
+
+def context_length(message: str, param: str | None) -> ApiError:
+    return ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What the client is told. The text of an unexpected error stays in the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NeverFits):
+        return context_length(str(error), error.param)
+    if isinstance(error, BadRequest):
+        return ApiError(400, str(error), param=error.param)
+    if isinstance(error, ClientDisconnect):
+        return client_left()
+    if isinstance(error, EngineDead):
+        return ApiError(503, "the engine has stopped; the server's log has the reason. Restart it.", code="engine_dead")
+    return ApiError(500, "an internal error ended this request; the server's log has the details", "internal_error")
+
+
+def body(error: ApiError) -> bytes:
+    kind = {401: "authentication_error", 404: "not_found_error"}.get(error.status, "invalid_request_error")
+    kind = "server_error" if error.status >= 500 else kind
+    return msgspec.json.encode(ErrorBody(ErrorDetail(str(error), kind, error.param, error.code)))
+
+
+def response(error: BaseException) -> Response:
+    told = as_api_error(error)
+    headers = {"www-authenticate": "Bearer"} if told.status == 401 else None
+    return Response(body(told), told.status, headers, "application/json")
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    return response(error)
+
+
+async def on_http_exception(request: Request, error: HTTPException) -> Response:
+    """Starlette's own 404 and 405. The paths that exist are named: most 404s are a base_url without /v1."""
+    path, paths = request.url.path, sorted({route.path for route in request.app.routes})
+    if error.status_code == 404:
+        hint = next((f' Did you mean "{p}"?' for p in paths if p.endswith(path) and path != "/"), "")
+        message = f"no such path: {path}.{hint or did_you_mean(path, paths)} Paths: {', '.join(paths)}"
+    elif error.status_code == 405:
+        message = f"{path} does not take {request.method}; it takes {(error.headers or {}).get('Allow', 'GET')}"
+    else:
+        message = error.detail or HTTPStatus(error.status_code).phrase
+    reply = response(ApiError(error.status_code, message))
+    reply.headers.update(error.headers or {})
+    return reply
+
+
+HANDLERS = {
+    HTTPException: on_http_exception,
+    ApiError: on_error,
+    BadRequest: on_error,
+    EngineDead: on_error,
+    ClientDisconnect: on_error,
+    Exception: on_error,  # Starlette raises it again once answered, and uvicorn logs the traceback
+}

@@ -1,0 +1,250 @@
+"""From a parsed request to its answer: what /v1/chat/completions and /v1/completions share.
+
+A `Job` is one HTTP request: some prompts, n choices each. A `Shape` turns the engine's outputs into the endpoint's
+JSON; it is all that the two endpoints do differently. Choice number = prompt number x n + the choice's index.
+
+A job's engine requests live exactly as long as its iterator: closing it, for whatever reason, aborts them and frees
+their blocks. `watched` (serve/connection.py) closes it when the client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.metrics import Metrics
+from minivllm.engine.output import CompletionOutput, RequestOutput
+from minivllm.errors import BadRequest
+from minivllm.request import SamplingParams
+from minivllm.serve import errors
+from minivllm.serve.protocol import PromptLogprob, PromptLogprobs, Sampling, Usage
+
+LONG_TEXT = 20_000  # characters
+DONE = b"data: [DONE]\n\n"
+
+
+class Prompt(NamedTuple):
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(slots=True)
+class Service:
+    """What every request needs."""
+
+    engine: AsyncLLM
+    metrics: Metrics
+    model: str  # the name that answers bear
+
+
+@dataclass(slots=True)
+class Job:
+    service: Service
+    id: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    body: Sampling
+    score_only: bool = False  # the prompt's logprobs are wanted, no token of an answer
+    usage: Usage = field(default_factory=Usage)
+    num_generated: Counter[int] = field(default_factory=Counter)  # by choice
+
+    def choice(self, prompt: int, index: int) -> int:
+        return prompt * self.params.n + index
+
+    async def outputs(self, kind: str) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(prompt number, output) as they come. kind: "delta" or "final"."""
+        num_unfinished, reason = len(self.prompts), "abort"
+        try:
+            async with aclosing(merge([self._generate(i, kind) for i in range(len(self.prompts))])) as merged:
+                async for i, output in merged:
+                    raise_if_failed(output)
+                    if self.score_only:
+                        drop_answer(output)
+                    self._count(i, output)
+                    num_unfinished -= output.finished
+                    yield i, output
+        except BadRequest:
+            num_unfinished = 0  # refused: it has never been a request of the engine
+            raise
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            for _ in range(num_unfinished):
+                self.service.metrics.on_request_end(reason)
+
+    def _generate(self, prompt: int, kind: str) -> AsyncIterator[RequestOutput]:
+        return self.service.engine.generate(
+            {"prompt_token_ids": self.prompts[prompt].token_ids},
+            self.params,
+            f"{self.id}-{prompt}",
+            priority=self.body.priority or 0,
+            cache_salt=self.body.cache_salt or "",
+            output_kind=kind,
+        )
+
+    def _count(self, prompt: int, output: RequestOutput) -> None:
+        for out in output.outputs:
+            self.num_generated[self.choice(prompt, out.index)] += len(out.token_ids)
+            self.usage.completion_tokens += len(out.token_ids)
+        if output.finished:
+            num_prompt = len(self.prompts[prompt].token_ids)
+            self.usage.prompt_tokens += num_prompt
+            self.usage.prompt_tokens_details.cached_tokens += output.num_cached_tokens or 0
+            longest = max(self.num_generated[self.choice(prompt, i)] for i in range(self.params.n))
+            self.service.metrics.on_request_end(output.outputs[-1].finish_reason, output.metrics, num_prompt, longest)
+        self.usage.total_tokens = self.usage.prompt_tokens + self.usage.completion_tokens
+
+
+class Shape(Protocol):
+    """One endpoint's JSON. An object serves one job, so it may remember what it has sent of each choice."""
+
+    def opening(self, choice: int, prompt: Prompt, output: RequestOutput) -> Struct | None: ...
+    def delta(self, choice: int, out: CompletionOutput) -> Struct: ...
+    def ending(self, choice: int, out: CompletionOutput) -> Struct: ...
+    def whole(self, choice: int, prompt: Prompt, output: RequestOutput, out: CompletionOutput) -> Struct: ...
+
+    def wrap(
+        self, choices: list[Any], usage: Usage | None | UnsetType, outputs: list[RequestOutput] | None = None
+    ) -> Struct:
+        """A chunk of a stream; with `outputs`, one a prompt, the whole answer."""
+        ...
+
+
+async def answer(job: Job, shape: Shape) -> Struct:
+    outputs: dict[int, RequestOutput] = {}
+    async with aclosing(job.outputs("final")) as stream:
+        async for i, output in stream:
+            outputs[i] = output
+    ordered = [outputs[i] for i in range(len(job.prompts))]
+    choices = [
+        shape.whole(job.choice(i, out.index), job.prompts[i], output, out)
+        for i, output in enumerate(ordered)
+        for out in output.outputs
+    ]
+    return shape.wrap(choices, job.usage, ordered)
+
+
+async def events(job: Job, shape: Shape) -> AsyncIterator[bytes]:
+    """Server-sent events in OpenAI's order: each choice's opening, text and ending; usage, if asked for; [DONE]."""
+    opened: set[int] = set()
+    with_usage = bool(job.body.stream_options and job.body.stream_options.include_usage)
+    null = None if with_usage else UNSET
+    silent = job.params.logprobs is None and not job.body.return_token_ids  # tokens without text need no event
+    async with aclosing(job.outputs("delta")) as stream:
+        async for i, output in stream:
+            for out in output.outputs:
+                choice = job.choice(i, out.index)
+                if choice not in opened:
+                    opened.add(choice)
+                    if (opening := shape.opening(choice, job.prompts[i], output)) is not None:
+                        yield event(shape.wrap([opening], null))
+                if out.text or (out.token_ids and not silent):
+                    yield event(shape.wrap([shape.delta(choice, out)], null))
+                if out.finish_reason is not None:
+                    yield event(shape.wrap([shape.ending(choice, out)], null))
+    if with_usage:
+        yield event(shape.wrap([], job.usage))
+    yield DONE
+
+
+def event(data: Struct) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(data)
+
+
+def raise_if_failed(output: RequestOutput) -> None:
+    """An engine-side failure or abort is no answer: the client is told, with a status that says whose fault it is."""
+    if output.error:
+        errors.logger.error("request %s: %s", output.request_id, output.error)
+        raise errors.ApiError(500, "the engine could not finish this request", code="internal_error")
+    if any(out.finish_reason == "abort" for out in output.outputs):
+        raise errors.closing()
+
+
+def drop_answer(output: RequestOutput) -> None:
+    for out in output.outputs:
+        out.text, out.token_ids, out.logprobs = "", [], out.logprobs and []
+
+
+async def merge(streams: list[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The items of all streams as they come, each with its stream's number. Closing it closes them all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
+    queue: asyncio.Queue = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[RequestOutput]) -> None:
+        async with aclosing(stream):
+            async for item in stream:
+                queue.put_nowait((number, item))
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    try:
+        live = len(tasks)
+        while live:
+            item = await queue.get()
+            if isinstance(item, asyncio.Task):
+                live -= 1
+                item.result()
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --------------------------------------------------------------------------------------------------- before the engine
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+async def tokenize(service: Service, text: str, add_special_tokens: bool) -> Prompt:
+    encode = partial(service.engine.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    # A long text would hold up every stream; the tokenizer gives the interpreter's lock back while it works.
+    token_ids = await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()
+    return Prompt(token_ids, text)
+
+
+def check_context(service: Service, prompts: list[Prompt], max_tokens: int | None, prompt_name: str, max_name: str):
+    """Prompt and answer must fit the context. Raises ApiError 400 with both numbers, naming the field to change."""
+    limit = service.engine.max_model_len
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        if not length:
+            raise BadRequest("the prompt has no tokens", prompt_name)
+        if length >= limit:
+            room = f"this model's context is {limit} tokens, at least one of which must be left for the answer"
+            raise errors.context_length(f"the prompt is {length} tokens; {room}. Shorten the prompt.", prompt_name)
+        if max_tokens is not None and length + max_tokens > limit:
+            total = f"{length} (prompt) + {max_tokens} ({max_name}) = {length + max_tokens} tokens"
+            fix = f"Ask for {limit - length} at most."
+            raise errors.context_length(f"{total}; this model's context is {limit} tokens. {fix}", max_name)
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity. OpenAI says -9999 for what cannot happen."""
+    return max(logprob, -9999.0)
+
+
+def prompt_logprobs(output: RequestOutput) -> PromptLogprobs:
+    return [
+        position and {t: PromptLogprob(finite(lp.logprob), lp.rank, lp.decoded_token) for t, lp in position.items()}
+        for position in output.prompt_logprobs or []
+    ]

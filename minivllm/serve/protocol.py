@@ -1,0 +1,368 @@
+"""OpenAI's HTTP protocol as msgspec Structs: the one place that says which fields exist and what they do here.
+
+Every field of a request is one of three kinds. Plain ones have an effect. `accepted(...)` ones are OpenAI's but carry
+no behaviour in this server. `refused(...)` ones are OpenAI's (or vLLM's) and not supported: any value but one that asks
+for nothing is a 400 which names the field. Whatever is not declared is a 400 too, so that no parameter is ever ignored
+in silence. The OpenAPI document is generated from these classes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from minivllm.errors import BadRequest
+from minivllm.registry import did_you_mean
+from minivllm.request import MAX_LOGPROBS, SamplingParams
+
+T = TypeVar("T", bound="RequestBody")
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+
+
+def doc(text: str) -> Meta:
+    return Meta(description=text)
+
+
+def accepted(why: str = "") -> Meta:
+    return Meta(description=f"Accepted; carries no behaviour here. {why}".strip())
+
+
+def refused(what: str, *no_ops: Any) -> Meta:
+    """A field that is known and not supported. `no_ops`: the values beside null that ask for nothing."""
+    return Meta(description=f"Not supported: {what}.", extra={"refused": what, "no_ops": (None, *no_ops)})
+
+
+class RequestBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Anything that a client sends."""
+
+
+class StreamOptions(RequestBody):
+    include_usage: Annotated[bool | None, doc("End the stream with a chunk that holds the usage.")] = None
+    include_obfuscation: Annotated[bool | None, accepted()] = None
+
+
+class Sampling(RequestBody, kw_only=True):
+    """The fields that both endpoints share; names and meanings are OpenAI's, then vLLM's."""
+
+    model: Annotated[str | None, doc("A name that GET /v1/models lists; null: the model that is served.")] = None
+    n: int | None = None
+    temperature: Annotated[float | None, doc("0 is greedy; null: 1.")] = None
+    top_p: float | None = None
+    seed: Annotated[int | None, doc("The same seed and prompt give the same text, whoever else is being served.")] = (
+        None
+    )
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str | None, accepted()] = None
+
+    top_k: Annotated[Int32 | None, doc("vLLM's. 0 and -1 keep the whole vocabulary.")] = None
+    min_p: Annotated[float | None, doc("vLLM's.")] = None
+    repetition_penalty: Annotated[float | None, doc("vLLM's.")] = None
+    min_tokens: Annotated[NotNegative | None, doc("vLLM's.")] = None
+    ignore_eos: Annotated[bool | None, doc("vLLM's.")] = None
+    stop_token_ids: Annotated[list[int] | None, doc("vLLM's.")] = None
+    include_stop_str_in_output: Annotated[bool | None, doc("vLLM's.")] = None
+    skip_special_tokens: Annotated[bool | None, doc("vLLM's.")] = None
+    bad_words: Annotated[list[str] | None, doc("vLLM's.")] = None
+    allowed_token_ids: Annotated[list[int] | None, doc("vLLM's.")] = None
+    prompt_logprobs: Annotated[NotNegative | None, doc("vLLM's: logprobs of the prompt's tokens.")] = None
+    return_token_ids: Annotated[bool | None, doc("vLLM's: add token_ids and prompt_token_ids.")] = None
+    priority: Annotated[Int32 | None, doc("vLLM's. Smaller is served earlier, with scheduler.policy=priority.")] = None
+    cache_salt: Annotated[str | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
+
+    structured_outputs: Annotated[Any, refused("structured output")] = None
+    use_beam_search: Annotated[Any, refused("beam search", False)] = None
+
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Raises BadRequest, naming the field, for a value that SamplingParams does not admit."""
+        names = set(SamplingParams.__struct_fields__) & set(self.__struct_fields__) - {"max_tokens", "logprobs"}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+
+
+class ContentPart(RequestBody):
+    type: Literal["text", "refusal", "image_url", "input_audio", "file"]
+    text: str | None = None
+    image_url: Annotated[Any, refused("this server's models read text only")] = None
+    input_audio: Annotated[Any, refused("this server's models read text only")] = None
+    file: Annotated[Any, refused("this server's models read text only")] = None
+    refusal: Annotated[str | None, accepted()] = None
+    prompt_cache_breakpoint: Annotated[Any, accepted("Every full block of a prompt is cached.")] = None
+
+
+class Message(RequestBody):
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        doc("developer is read as system; tool and function are refused, as tools are."),
+    ]
+    content: str | list[ContentPart] | None = None
+    name: Annotated[str | None, doc("Handed to the chat template.")] = None
+    refusal: Annotated[str | None, accepted()] = None
+    annotations: Annotated[list[Any] | None, accepted()] = None
+    tool_calls: Annotated[Any, refused("tool calling", [])] = None
+    tool_call_id: Annotated[Any, refused("tool calling")] = None
+    function_call: Annotated[Any, refused("tool calling")] = None
+    audio: Annotated[Any, refused("this server's models write text only")] = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: Annotated[Positive | None, doc("null: as many as the context has room for.")] = None
+    max_tokens: Annotated[Positive | None, doc("The older name of max_completion_tokens.")] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: Annotated[bool | None, doc("vLLM's; null: true.")] = None
+    continue_final_message: Annotated[bool | None, doc("vLLM's: the answer goes on where the last message ends.")] = (
+        None
+    )
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("vLLM's: variables for the chat template.")] = None
+
+    metadata: Annotated[dict[str, str] | None, accepted()] = None
+    store: Annotated[bool | None, accepted("Nothing is ever stored.")] = None
+    service_tier: Annotated[str | None, accepted()] = None
+    safety_identifier: Annotated[str | None, accepted()] = None
+    prompt_cache_key: Annotated[str | None, accepted("Prompts are matched by content; see cache_salt.")] = None
+    prompt_cache_options: Annotated[Any, accepted()] = None
+    prompt_cache_retention: Annotated[str | None, accepted()] = None
+    parallel_tool_calls: Annotated[bool | None, accepted("There are no tools.")] = None
+
+    tools: Annotated[Any, refused("tool calling", [])] = None
+    tool_choice: Annotated[Any, refused("tool calling", "none")] = None
+    functions: Annotated[Any, refused("tool calling", [])] = None
+    function_call: Annotated[Any, refused("tool calling", "none")] = None
+    response_format: Annotated[Any, refused("structured output", {"type": "text"})] = None
+    modalities: Annotated[Any, refused("only text is written", ["text"])] = None
+    audio: Annotated[Any, refused("only text is written")] = None
+    prediction: Annotated[Any, refused("predicted outputs")] = None
+    reasoning_effort: Annotated[Any, refused("the effort of a reasoning model", "none")] = None
+    verbosity: Annotated[Any, refused("verbosity", "medium")] = None
+    web_search_options: Annotated[Any, refused("web search")] = None
+    moderation: Annotated[Any, refused("moderation")] = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    prompt: Annotated[str | list[str | int | list[int]], doc("A text, texts, token ids, or lists of token ids.")]
+    max_tokens: Annotated[NotNegative | None, doc("null: 16. 0 needs echo, and scores the prompt.")] = None
+    echo: Annotated[bool | None, doc("Begin the text with the prompt.")] = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    suffix: Annotated[Any, refused("filling in the middle", "")] = None
+    best_of: Annotated[Any, refused("all answers are returned, so ask for n", 1)] = None
+
+
+def parse(data: bytes, kind: type[T]) -> T:
+    """The request in `data`. Raises BadRequest, naming the field, for anything that the protocol does not admit."""
+    try:
+        body = _DECODERS[kind].decode(data)
+    except msgspec.ValidationError as e:
+        raise _bad_field(str(e), kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise BadRequest(f"the body is not valid JSON: {e}") from None
+    refuse_unsupported(body)
+    return body
+
+
+def refuse_unsupported(body: Struct, path: str = "") -> None:
+    for field in msgspec.structs.fields(body):
+        value, name = getattr(body, field.name), f"{path}{field.name}"
+        refusal = _refusal(field)
+        if refusal and value not in refusal["no_ops"]:
+            raise BadRequest(f"{name} is not supported: {refusal['refused']}. Leave it out.", name)
+        for inner_path, inner in _structs_in(value, name):
+            refuse_unsupported(inner, f"{inner_path}.")
+
+
+def _structs_in(value: Any, name: str) -> Iterator[tuple[str, Struct]]:
+    if isinstance(value, Struct):
+        yield name, value
+    elif isinstance(value, list):
+        yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Struct))
+
+
+def _refusal(field: msgspec.structs.FieldInfo) -> dict[str, Any] | None:
+    metas = getattr(field.type, "__metadata__", ())
+    return next((meta.extra for meta in metas if meta.extra and "refused" in meta.extra), None)
+
+
+def _bad_field(text: str, kind: type[Struct]) -> BadRequest:
+    """msgspec's 'Expected `float`, got `str` - at `$.temperature`' as a BadRequest with its param."""
+    what, _, where = text.partition(" - at ")
+    where = where.rpartition("`$")[2].strip("`.")
+    if "unknown field" not in what:
+        field = where or (what.split("`")[1] if "missing required" in what else None)
+        return BadRequest(f"{where or 'the body'}: {what.replace('`', '')}", field)
+    name = what.split("`")[1]
+    known = {
+        f
+        for struct in ([kind] if not where else (StreamOptions, Message, ContentPart))
+        for f in struct.__struct_fields__
+    }
+    full = f"{where}.{name}".strip(".")
+    return BadRequest(f'unknown field "{full}".{did_you_mean(name, sorted(known))}', full)
+
+
+_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)}
+
+
+# ---------------------------------------------------------------------------------------------------------- answers
+
+
+def now() -> int:
+    return int(time.time())
+
+
+class CachedTokens(Struct):
+    cached_tokens: int = 0
+
+
+class Usage(Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: CachedTokens = msgspec.field(default_factory=CachedTokens)
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+class PromptLogprob(Struct):
+    """vLLM's prompt_logprobs: for each position, {token id: this}."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class ChatMessage(Struct):
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Answer(Struct, kw_only=True):
+    id: str
+    object: str
+    created: int = msgspec.field(default_factory=now)
+    model: str
+    choices: list[Any]
+    usage: Usage | None | UnsetType = UNSET
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatCompletion(Answer, kw_only=True):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+
+
+class ChatDelta(Struct, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Struct, kw_only=True):
+    index: int
+    delta: ChatDelta = msgspec.field(default_factory=ChatDelta)
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Answer, kw_only=True):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+
+
+class LegacyLogprobs(Struct):
+    text_offset: list[int] = msgspec.field(default_factory=list)
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
+    tokens: list[str] = msgspec.field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = msgspec.field(default_factory=list)
+
+
+class CompletionChoice(Struct, kw_only=True):
+    index: int
+    text: str = ""
+    logprobs: LegacyLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(Answer, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+
+class ModelCard(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "minivllm"
+    root: str
+    max_model_len: int
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(Struct):
+    error: ErrorDetail
+
+
+class Health(Struct):
+    status: Literal["ok", "dead"]
+
+
+class Version(Struct):
+    version: str

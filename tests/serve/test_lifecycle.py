@@ -1,0 +1,138 @@
+"""The server as a process: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+
+class Process:
+    def __init__(self, *args):
+        command = [sys.executable, "-m", "minivllm.serve", "--model", "dummy:tiny", "--port", "0", *args]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.output = ""
+
+    def wait_ready(self):
+        for line in self.process.stdout:
+            self.output += line
+            if found := re.search(r"Ready in .* (http://\S+)/v1", line):
+                return found[1]
+        raise AssertionError(self.output + self.process.stderr.read())
+
+    def end(self, number=signal.SIGINT):
+        """(exit code, stdout, stderr, seconds it took to stop)"""
+        begin = time.perf_counter()
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, self.output + out, err, time.perf_counter() - begin
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def start(*args):
+        started.append(Process(*args))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.process.poll() is None:
+            process.process.kill()
+            process.process.communicate()
+
+
+def test_start_ends_in_a_table_of_choices_and_a_line_with_the_url(start):
+    server = start("--set", "kv.num_blocks=64", "--served-model-name", "small", "other")
+    url = server.wait_ready()
+    lines = server.output.splitlines()
+    assert lines[0] == "Loading dummy:tiny ..."
+    for name in ("URL", "model", "attention backend", "dtype", "KV blocks", "model.device", "model.max_model_len"):
+        assert any(line.startswith(name) for line in lines), name
+    assert "64" in next(line for line in lines if line.startswith("KV blocks"))
+    assert "as configured" in next(line for line in lines if line.startswith("KV blocks"))
+    assert [m["id"] for m in httpx.get(f"{url}/v1/models").json()["data"]] == ["small", "other"]
+    assert httpx.post(f"{url}/v1/completions", json={"model": "other", "prompt": "x"}).json()["model"] == "small"
+    server.end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_it_at_once_and_tells_the_streams(start, number):
+    server = start()
+    url = server.wait_ready()
+    lines = []
+    first = threading.Event()
+
+    def stream():
+        body = {"prompt": "x", "stream": True, "max_tokens": 2000, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
+            for line in reply.iter_lines():
+                lines.append(line)
+                first.set()
+
+    reader = threading.Thread(target=stream)
+    reader.start()
+    assert first.wait(10)
+    code, out, err, seconds = server.end(number)
+    reader.join(5)
+    assert code == 0
+    assert "Traceback" not in out + err
+    assert seconds < 3, seconds  # uvicorn's own waits are 0.2 s; the rest is the interpreter's end on a busy machine
+    told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")][-1]
+    assert told["error"]["code"] == "server_shutting_down"
+    assert lines[-2] == "data: [DONE]"
+
+
+def test_an_interrupt_while_loading_is_no_traceback(start):
+    server = start()
+    assert server.process.stdout.readline().startswith("Loading")
+    time.sleep(0.2)
+    code, out, err, _ = server.end()
+    assert code == 130
+    assert "Traceback" not in out + err
+
+
+def test_a_trace_of_a_served_run_can_be_exported(start, tmp_path):
+    path = tmp_path / "run.jsonl"
+    server = start("--trace", str(path))
+    httpx.post(f"{server.wait_ready()}/v1/completions", json={"prompt": "x", "max_tokens": 3})
+    assert server.end()[0] == 0
+    assert json.loads(path.read_text().splitlines()[0])["schema"] == "minivllm.trace/1"
+    command = [sys.executable, "-m", "minivllm", "trace", "export", str(path), str(tmp_path / "run.json")]
+    assert "events" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_chat_in_process_talks_and_an_interrupt_stops_the_answer_only():
+    command = [sys.executable, "-u", "-m", "minivllm", "chat", "--model", "dummy:tiny", "--max-tokens", "2000"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*command, "--temperature", "1"], **pipes, text=True, bufsize=0)
+    try:
+        for _ in range(3):  # random weights may end an answer at once; then the interrupt has come too late
+            process.stdin.write("hello\n")
+        process.stdin.flush()
+        seen = ""
+        while "> " not in seen or len(seen) < 120:
+            seen += process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate("/quit\n", timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert "Talking to dummy:tiny" in seen
+
+
+def test_a_model_that_does_not_exist_is_one_message(start):
+    server = start("--model", "./no-such-folder")
+    out, err = server.process.communicate(timeout=60)
+    assert server.process.returncode == 1
+    assert "no-such-folder" in err and err.startswith("error: ")
+    assert "Traceback" not in err
