@@ -1,0 +1,46 @@
+"""RMSNorm (Zhang and Sennrich 2019), and its use on the heads of q and k (Qwen3's QK-norm)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivllm.layers.linear import empty_parameter
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension; the mean of squares is taken in fp32."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype)
+        self.shape = (size,)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class QKNorm(nn.Module):
+    """RMSNorm of each head of q and of k in one call: q and k are neighbours in the packed product.
+
+    weight [2, head_size] holds q's row and k's row as the checkpoint has them; `finish` repeats them a head.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.weight = empty_parameter(2, head_size, dtype=dtype)
+        self.rows = {"q": 0, "k": 1}
+        self.repeats = (num_heads, num_kv_heads)
+        self.shape = (head_size,)
+        self.eps = eps
+
+    def finish(self) -> None:
+        repeats = torch.tensor(self.repeats, device=self.weight.device)
+        # [heads + kv_heads, head_size]
+        self.register_buffer("per_head", self.weight.data.repeat_interleave(repeats, dim=0), persistent=False)
+
+    def forward(self, qk: Tensor) -> Tensor:
+        """qk [T, heads + kv_heads, head_size] -> like qk."""
+        return F.rms_norm(qk, self.shape, None, self.eps) * self.per_head

@@ -1,0 +1,94 @@
+"""Rotary position embedding (RoFormer, Su et al. 2021) in the half-split form of Hugging Face checkpoints.
+
+cos and sin of every position are computed once, in fp32, and indexed by the positions of a step; all layers share the
+gathered rows. A step's rotation is three small operations a layer, for q and k together, because they lie side by side
+in the packed product. With x = (a, b) the rotated pair is (a cos - b sin, b cos + a sin) = x (cos, cos) + roll(x)
+(-sin, sin): the sign lives in the gathered sine, so that no half is negated or concatenated. (Measured at 8 tokens, 12
+heads of 64, bf16: 13 us; rotate_half with cat and neg 20 us; the two halves apart 25 us.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from minivllm.models.spec import RopeSpec
+
+
+class Rotation(NamedTuple):
+    """A step's angles, broadcast over heads."""
+
+    cos: Tensor  # [T, 1, head_size]: (cos, cos)
+    sin: Tensor  # [T, 1, head_size]: (-sin, sin)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, heads, head_size] -> rotated, like x."""
+        return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+
+
+class RotaryEmbedding(nn.Module):
+    def __init__(self, rope: RopeSpec, head_size: int, max_position: int, dtype: torch.dtype):
+        super().__init__()
+        frequencies, scale = FREQUENCIES[rope.kind](rope, head_size)  # [head_size / 2]
+        angles = torch.arange(max_position, dtype=torch.float32)[:, None] * frequencies  # [max_position, head_size / 2]
+        self.register_buffer("cos", (angles.cos() * scale).to(dtype), persistent=False)
+        self.register_buffer("sin", (angles.sin() * scale).to(dtype), persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """positions [T] int64, each below max_position."""
+        cos, sin = self.cos[positions], self.sin[positions]  # [T, head_size / 2]
+        return Rotation(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))
+
+
+class Frequencies(NamedTuple):
+    per_pair: Tensor  # [head_size / 2] fp32, radians a token
+    scale: float = 1.0  # of cos and sin (yarn's attention temperature)
+
+
+def plain(rope: RopeSpec, head_size: int) -> Frequencies:
+    return Frequencies(1.0 / rope.theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size))
+
+
+def linear(rope: RopeSpec, head_size: int) -> Frequencies:
+    """Position interpolation (Chen et al. 2023)."""
+    return Frequencies(plain(rope, head_size).per_pair / rope.factor)
+
+
+def llama3(rope: RopeSpec, head_size: int) -> Frequencies:
+    """Llama 3.1: slow pairs are interpolated, fast ones kept, those between blended by how often they turn."""
+    fast = plain(rope, head_size).per_pair
+    turns = rope.original_max_position * fast / (2 * math.pi)  # within the original context
+    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return Frequencies(keep * fast + (1 - keep) * fast / rope.factor)
+
+
+def yarn(rope: RopeSpec, head_size: int) -> Frequencies:
+    """YaRN (Peng et al. 2023): as llama3, but the blend is linear in the index of the pair, and attention is
+    sharpened."""
+
+    def pair_with_turns(turns: float) -> float:  # index of the pair that turns so often within the original context
+        return head_size * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with_turns(rope.beta_fast), pair_with_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    interpolate = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    fast = plain(rope, head_size).per_pair
+    return Frequencies((1 - interpolate) * fast + interpolate * fast / rope.factor, rope.attention_factor)
+
+
+# "dynamic" NTK scaling changes frequencies only past the original context, where ModelSpec.max_position ends: keys in
+# the cache were rotated with the old frequencies, so going on would mix two scales.
+FREQUENCIES: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
+    "default": plain,
+    "linear": linear,
+    "dynamic": plain,
+    "llama3": llama3,
+    "yarn": yarn,
+}

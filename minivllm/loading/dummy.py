@@ -1,0 +1,131 @@
+"""Models with random weights of a real shape, for speed measurements and tests: `dummy:<name>`.
+
+Weights are made on the device from a seed, never zeros (zeros multiply faster on some hardware and hide errors),
+scaled by 1/sqrt(inputs) so that activations keep their size through any number of layers. The tokenizer has a token
+for each byte, so any text encodes; the other ids decode to made-up words, so that random output is visible as text.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import islice, product
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from minivllm.models.spec import ModelSpec
+
+TOKENIZER_VERSION = 1  # count up whenever the files of `write_tokenizer` change
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
+BOS, EOS = 1, 2
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_COMMON = {"hidden_act": "silu", "bos_token_id": BOS, "eos_token_id": EOS, "dtype": "bfloat16"}
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49_152,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100_000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151_936,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14_336,
+        "vocab_size": 128_256,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": _LLAMA31_ROPE,
+    },
+    "tiny": {  # every seam at once: heads * head_size != hidden, grouped KV heads, QK-norm, untied
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10_000.0,
+    },
+}
+
+
+def dummy_spec(name: str) -> ModelSpec:
+    return ModelSpec.from_hf(_COMMON | SHAPES[name], where=f"dummy:{name}")
+
+
+def fill(model: Any, seed: int) -> None:
+    """Random weights, the same for equal seeds on equal devices."""
+    generator = torch.Generator(model.embedding.weight.device).manual_seed(seed)
+    for name, tensor in model.checkpoint_tensors().items():
+        if "norm" in name:
+            tensor.uniform_(0.75, 1.25, generator=generator)
+        elif name.endswith(".bias"):
+            tensor.normal_(0.0, 0.1, generator=generator)
+        else:
+            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """tokenizer.json and tokenizer_config.json for a vocabulary of any size above 259."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    num_words = vocab_size - len(SPECIAL) - len(alphabet)
+    words = ("Ġ" + "".join(letters) for letters in product(ascii_lowercase, repeat=4))  # 456,976 of them
+    tokens = [*SPECIAL, *alphabet, *islice(words, num_words)]
+    assert len(tokens) == vocab_size, vocab_size
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": SPECIAL[BOS],
+        "eos_token": SPECIAL[EOS],
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

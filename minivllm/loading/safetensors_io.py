@@ -1,0 +1,93 @@
+"""Reading safetensors with errors that name the file, and writing them one tensor at a time.
+
+The format: 8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, then the data.
+The library's own writer wants all tensors in memory at once; a conversion has them one after another.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minivllm.errors import ModelError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as e:
+        raise ModelError(f"{path}: not readable as JSON ({e}). Fetch the file again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object. Fetch the file again")
+    return value
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint: one, or the shards that its index names."""
+    if (folder / SINGLE).is_file():
+        return (folder / SINGLE,)
+    if (folder / INDEX).is_file():
+        names = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ModelError(f'{folder / INDEX}: no "weight_map". Fetch the file again')
+        shards = tuple(folder / name for name in sorted(set(names.values())))
+        if missing := [s.name for s in shards if not s.is_file()]:
+            raise ModelError(f"{folder}: shards named by {INDEX} are missing: {', '.join(missing)}. Fetch them")
+        return shards
+    if pickles := sorted(p.name for p in folder.glob("*.bin")):
+        raise ModelError(
+            f"{folder}: holds only pickled weights ({pickles[0]}), which may run code when opened. Convert them: "
+            'transformers\' AutoModelForCausalLM.from_pretrained(folder).save_pretrained("new-folder")'
+        )
+    raise ModelError(f"{folder}: no {SINGLE} and no {INDEX}. Is the download complete?")
+
+
+def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor, Path]]:
+    """(name, tensor, file); the tensors are views of the mapped file: copy them."""
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - the file is not a dict
+                    yield name, file.get_tensor(name), path
+        except (SafetensorError, OSError) as e:
+            raise ModelError(f"{path}: truncated or corrupt ({e}). Fetch the file again") from None
+
+
+class Entry(NamedTuple):
+    """A tensor that `write_tensors` will be given."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def write_tensors(path: Path, entries: list[Entry], tensors: Iterable[Tensor]) -> None:
+    """Write `tensors`, which come in the order and shape of `entries`."""
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for entry in entries:
+        end = offset + int(np.prod(entry.shape)) * entry.dtype.itemsize
+        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data are aligned
+    if (free := shutil.disk_usage(path.parent).free) < offset:
+        raise OSError(errno.ENOSPC, f"{offset:,} bytes needed, {free:,} free", str(path))
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry, tensor in zip(entries, tensors, strict=True):
+            assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, entry
+            file.write(tensor.contiguous().view(torch.uint8).numpy().data)

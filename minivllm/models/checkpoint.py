@@ -1,0 +1,73 @@
+"""From names of a checkpoint to places in our parameters: a table and two small walks over it.
+
+`destinations` turns the table into {checkpoint name: view of a parameter}; to load is then to copy each tensor to its
+view. Missing, unexpected and misshapen tensors fall out of comparing two sets of names, with no code for each family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.errors import ModelError
+
+KINDS = ("weight", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMap:
+    """{module of the checkpoint: (module of ours, part of its rows)}; `layer` is below model.layers.{i}."""
+
+    top: Mapping[str, tuple[str, str]]
+    layer: Mapping[str, tuple[str, str]]
+
+    def destinations(self, model: nn.Module) -> dict[str, Tensor]:
+        """Shared parameters (a tied LM head) appear once, under the first name."""
+        places = dict(self.top)
+        for i in range(len(model.layers)):
+            places |= {f"model.layers.{i}.{theirs}": (f"layers.{i}.{m}", p) for theirs, (m, p) in self.layer.items()}
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        found = {}
+        for theirs, (ours, part) in places.items():
+            for kind in KINDS:
+                if (parameter := parameters.get(f"{ours}.{kind}")) is not None:
+                    rows = modules[ours].rows[part] if part else slice(None)
+                    found[f"{theirs}.{kind}"] = parameter.data[rows]
+        return found
+
+
+def load_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor, Path]], where: Path) -> None:
+    """Fill `model` from (name, tensor, file), casting to the model's dtype. Raises ModelError unless the names and
+    shapes agree exactly. `where` names the checkpoint as a whole."""
+    waiting = model.checkpoint_tensors()
+    unexpected = []
+    with torch.no_grad():
+        for name, tensor, file in tensors:
+            place = waiting.pop(name, None)
+            if place is None:
+                unexpected += [] if derived(name, model) else [f'"{name}" in {file}']
+                continue
+            if place.shape != tensor.shape:
+                raise ModelError(
+                    f'{file}: tensor "{name}" has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}'
+                )
+            place.copy_(tensor)
+    if waiting:
+        raise ModelError(f"{where}: {len(waiting)} tensors are missing: {_some(waiting)}. Is the download complete?")
+    if unexpected:
+        architecture = model.spec.architecture
+        raise ModelError(f"{len(unexpected)} tensors do not belong to {architecture}: {_some(unexpected)}")
+
+
+def derived(name: str, model: nn.Module) -> bool:
+    """Tensors that some checkpoints carry though others of them determine the value."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.spec.tie_embeddings)
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

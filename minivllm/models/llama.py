@@ -1,0 +1,138 @@
+"""The decoder of the Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3.
+
+They are one network. What tells them apart is in ModelSpec: biases, QK-norm, the sliding window of each layer, the
+rotary embedding, the head size, tied embeddings. The forward is a function of (token_ids, positions): it knows nothing
+of requests, blocks or phases; attention finds its cache by itself (minivllm/compile/context.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minivllm.attention.base import AttentionSpec
+from minivllm.compile.context import attend
+from minivllm.layers.embedding import Embedding, LMHead, TiedLMHead
+from minivllm.layers.linear import Linear, QuantMethod, choose_method
+from minivllm.layers.norm import QKNorm, RMSNorm
+from minivllm.layers.rotary import RotaryEmbedding, Rotation
+from minivllm.models.checkpoint import WeightMap
+from minivllm.models.spec import ModelSpec
+
+LLAMA_WEIGHTS = WeightMap(
+    # Hugging Face's module -> (ours, which of its rows)
+    top={
+        "model.embed_tokens": ("embedding", ""),
+        "model.norm": ("norm", ""),
+        "lm_head": ("lm_head", ""),
+    },
+    layer={
+        "input_layernorm": ("attention_norm", ""),
+        "self_attn.q_proj": ("attention.qkv", "q"),
+        "self_attn.k_proj": ("attention.qkv", "k"),
+        "self_attn.v_proj": ("attention.qkv", "v"),
+        "self_attn.q_norm": ("attention.qk_norm", "q"),
+        "self_attn.k_norm": ("attention.qk_norm", "k"),
+        "self_attn.o_proj": ("attention.o", ""),
+        "post_attention_layernorm": ("mlp_norm", ""),
+        "mlp.gate_proj": ("mlp.gate_up", "gate"),
+        "mlp.up_proj": ("mlp.gate_up", "up"),
+        "mlp.down_proj": ("mlp.down", ""),
+    },
+)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype, method: QuantMethod):
+        super().__init__()
+        self.index = index
+        self.head_size, self.num_heads = spec.head_size, spec.num_heads
+        self.num_qk_heads = spec.num_heads + spec.num_kv_heads
+        q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        self.qkv = Linear(spec.hidden_size, {"q": q, "k": kv, "v": kv}, bias=spec.qkv_bias, dtype=dtype, method=method)
+        self.o = Linear(q, {"": spec.hidden_size}, bias=spec.o_bias, dtype=dtype, method=method)
+        self.qk_norm: nn.Module = nn.Identity()
+        if spec.qk_norm:
+            self.qk_norm = QKNorm(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.rms_eps, dtype)
+
+    def forward(self, x: Tensor, rotate: Rotation) -> Tensor:
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_size)  # [T, heads + 2 kv_heads, head_size]
+        qk = rotate(self.qk_norm(qkv[:, : self.num_qk_heads]))  # [T, heads + kv_heads, head_size]
+        out = attend(qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, self.num_qk_heads :], self.index)
+        return self.o(out.flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, method: QuantMethod):
+        super().__init__()
+        self.size = size = spec.intermediate_size
+        self.gate_up = Linear(
+            spec.hidden_size, {"gate": size, "up": size}, bias=spec.mlp_bias, dtype=dtype, method=method
+        )
+        self.down = Linear(size, {"": spec.hidden_size}, bias=spec.mlp_bias, dtype=dtype, method=method)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up = self.gate_up(x)  # [T, 2 intermediate]
+        return self.down(F.silu(gate_up[:, : self.size]).mul_(gate_up[:, self.size :]))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype, method: QuantMethod):
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
+        self.attention = Attention(spec, index, dtype, method)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
+        self.mlp = MLP(spec, dtype, method)
+
+    def forward(self, x: Tensor, rotate: Rotation) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotate)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LlamaModel(nn.Module):
+    """Parameters are uninitialised: fill every tensor of `checkpoint_tensors()`, then call `finish()`."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.spec = spec
+        self.attention_layers = [
+            AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size**-0.5, window)
+            for window in spec.windows
+        ]
+        self.linear_method, self.linear_reason = choose_method(device, dtype)
+        method = self.linear_method
+        with device:
+            self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype)
+            self.rotary = RotaryEmbedding(spec.rope, spec.head_size, spec.max_position, dtype)
+            self.layers = nn.ModuleList(DecoderLayer(spec, i, dtype, method) for i in range(spec.num_layers))
+            self.norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
+            self.lm_head: nn.Module = (
+                TiedLMHead(self.embedding, method)
+                if spec.tie_embeddings
+                else LMHead(spec.hidden_size, spec.vocab_size, dtype=dtype, method=method)
+            )
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """token_ids [T] int64, positions [T] int64 -> hidden [T, hidden], the final norm applied."""
+        rotate = self.rotary(positions)
+        x = self.embedding(token_ids)
+        for layer in self.layers:
+            x = layer(x, rotate)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, hidden] -> [S, vocab] in fp32."""
+        return self.lm_head(hidden)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """{name of the checkpoint: the part of a parameter that it fills}."""
+        return LLAMA_WEIGHTS.destinations(self)
+
+    def finish(self) -> None:
+        """Every weight is loaded: repack."""
+        for module in list(self.modules()):
+            if module is not self and hasattr(module, "finish"):
+                module.finish()

@@ -1,0 +1,123 @@
+"""Rule: a ModelSpec says exactly what the config says, and refuses what would be computed otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from minivllm.errors import ModelError
+from minivllm.models import MODELS
+from minivllm.models.spec import FAMILIES, ModelSpec
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+
+
+def spec(**changes) -> ModelSpec:
+    return ModelSpec.from_hf({k: v for k, v in (BASE | changes).items() if v is not None})
+
+
+def test_every_family_has_a_class_in_the_registry():
+    assert set(MODELS.names()) == set(FAMILIES)
+
+
+def test_old_and_new_rope_fields_mean_the_same():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = spec(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    new = spec(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    assert old.rope == new.rope
+    assert (old.rope.theta, old.rope.kind, old.rope.original_max_position) == (5e5, "llama3", 64)
+
+
+def test_the_type_field_of_the_oldest_configs_is_read():
+    assert spec(rope_scaling={"type": "linear", "factor": 2.0}).rope.kind == "linear"
+
+
+def test_head_size_is_taken_from_the_config_the_family_or_the_quotient():
+    assert spec(head_dim=24).head_size == 24
+    assert spec().head_size == 16
+    assert spec(architectures=["Qwen3ForCausalLM"]).head_size == 128
+
+
+def test_biases_follow_family_and_config():
+    qwen2, llama = spec(architectures=["Qwen2ForCausalLM"]), spec(attention_bias=True, mlp_bias=True)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias) == (True, False, False)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, (8, 8, 8, 8)),
+        ({"architectures": ["MistralForCausalLM"]}, (4096,) * 4),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8}, (None,) * 4),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 3,
+            },
+            (None, None, None, 8),
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (8, None, 8, None),
+        ),
+        ({"sliding_window": 8}, (None,) * 4),  # Llama has none
+    ],
+)
+def test_each_layer_has_the_window_of_its_family(changes, expected):
+    assert spec(**changes).windows == expected
+
+
+def test_a_window_that_is_null_is_none():
+    config = BASE | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    assert ModelSpec.from_hf(config).windows == (None,) * 4
+
+
+def test_eos_ids_are_the_union_of_both_files():
+    made = ModelSpec.from_hf(BASE | {"eos_token_id": 2}, {"eos_token_id": [5, 2]})
+    assert made.eos_token_ids == (5, 2)
+
+
+def test_yarn_extends_the_longest_position():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert spec(rope_parameters=yarn).max_position == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, '"GPT2LMHeadModel" is not supported.*LlamaForCausalLM'),
+        ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba'"),
+        ({"hidden_size": None}, '"hidden_size" must be a positive int, got None'),
+        ({"vocab_size": "many"}, '"vocab_size"'),
+        ({"quantization_config": {"quant_method": "gptq"}}, 'quantised \\("gptq"\\)'),
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, 'rope type "longrope" is not supported'),
+        ({"rope_scaling": {"rope_type": "linear"}}, "needs the field 'factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+        ({"torch_dtype": "float8_e4m3fn"}, 'dtype "float8_e4m3fn"'),
+        ({"head_dim": "16"}, '"head_dim" must be a positive int'),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "much"}}, "wrong kind"),
+        ({"rope_scaling": 8}, "wrong kind"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(changes, message):
+    with pytest.raises(ModelError, match=message):
+        spec(**changes)
