@@ -69,6 +69,7 @@ class StepOutput:
     logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     # Log-probabilities of prompt tokens start+1 .. as far as this chunk gives them.
     prompt_logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)  # requests that this step ended, each with what went wrong
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):

@@ -21,6 +21,8 @@ from minivllm.runner.inputs import InputBuilder, Rows
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.sampling.sampler import Sampled, Sampler
 
+NO_DISTRIBUTION = "the logits are NaN or all masked: no token can be chosen (check the weights and the dtype)"
+
 
 @dataclass(slots=True)
 class ModelRunner:
@@ -85,4 +87,6 @@ class ModelRunner:
             out.tokens[req_id] = [token]
             if logprobs is not None:
                 out.logprobs[req_id] = [logprobs]
+        for i in sampled.invalid.tolist():
+            out.errors[batch.req_ids[requests[i]]] = NO_DISTRIBUTION
         return out

@@ -181,6 +181,10 @@ class SchedulerBase:
             req = requests.get(req_id)
             if req is None:
                 continue  # aborted while the step ran
+            if req_id in out.errors:  # before commit: what it computed is not to be shared
+                deltas.append(Delta(req_id, [], finish_reason="error", error=out.errors[req_id]))
+                finished.append(req)
+                continue
             req.num_computed_tokens = start[req_id] + num_new
             tokens = out.tokens.get(req_id)
             delta = self._take_tokens(req, tokens, out) if tokens else None

@@ -4,16 +4,20 @@ import random
 
 import pytest
 from conformance.cover import all_pairs, axes, label
+
 from minivllm import LLM, SamplingParams
 
 AXES = axes("attention", "forward", "executor", "inputs", "prefix", "chunked_prefill", "preempt_every", "scheduler")
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
+SMALL["executor.num_threads"] = 1  # threads only get in each other's way on a model this small
 
 
 def generate(overrides):
     rng = random.Random(0)
     shared = [rng.randrange(200) for _ in range(20)]
-    prompts = [shared[: rng.randrange(21)] + [rng.randrange(200) for _ in range(rng.randrange(1, 30))] for _ in range(14)]
+    prompts = [
+        shared[: rng.randrange(21)] + [rng.randrange(200) for _ in range(rng.randrange(1, 30))] for _ in range(14)
+    ]
     params = [
         SamplingParams(temperature=0.0 if i % 2 else 0.8, top_p=0.9 if i % 4 else 1.0, seed=i, max_tokens=12, **extra)
         for i, extra in zip(range(14), [{}, {"repetition_penalty": 1.3}, {"min_tokens": 12}, {}] * 4, strict=False)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from minivllm import LLM, SamplingParams
 from oracle.prompts import PROMPTS
+
+from minivllm import LLM, SamplingParams
 
 pytestmark = pytest.mark.model
 NUM_TOKENS = 64
@@ -11,22 +12,24 @@ NUM_TOKENS = 64
 
 @pytest.fixture(scope="module")
 def oracle_model():
-    from minivllm.loading import resolve
     from transformers import AutoModelForCausalLM
+
+    from minivllm.loading import resolve
 
     folder = resolve("smollm2-135m").tokenizer_dir
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def run(prompts, overrides=None, num_tokens=NUM_TOKENS, **params):
-    with LLM(overrides={"model.dtype": "float32", "kv.memory": "512MiB", "debug.check": True, **(overrides or {})}) as llm:
+    overrides = {"model.dtype": "float32", "kv.memory": "512MiB", "debug.check": True, **(overrides or {})}
+    with LLM(overrides=overrides) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **params)
         return llm.generate(prompts, params, use_tqdm=False)
 
 
 def test_greedy_tokens_equal_transformers_in_fp32(oracle_model):
-    """One forward of the oracle over prompt + output gives its choice at every position; if each is ours, then so is its
-    greedy continuation."""
+    """One forward of the oracle over prompt + output gives its choice at every position; if each is ours, then so is
+    its greedy continuation."""
     assert len(PROMPTS) == 32
     for output in run(PROMPTS):
         tokens = output.outputs[0].token_ids

@@ -186,6 +186,34 @@ def test_a_failing_step_ends_its_own_requests_and_no_others():
     assert engine.tokens["b"] == oracle([2], params)
 
 
+def test_an_error_ends_one_request_and_what_it_computed_is_not_shared():
+    engine = FakeEngine()
+    prompt = list(range(8))
+    engine.add("bad", prompt, max_tokens=3)
+    params = engine.add("good", [9] * 8, max_tokens=3)
+    execute = engine.worker.execute
+
+    def poisoned(plan):
+        out = execute(plan)
+        if "bad" in plan.num_tokens:
+            out.errors["bad"] = "NaN"
+        return out
+
+    engine.worker.execute = poisoned
+    deltas = {delta.req_id: delta for delta in engine.core.step()}
+    assert (deltas["bad"].finish_reason, deltas["bad"].error) == ("error", "NaN")
+    engine.tokens["good"] += deltas["good"].token_ids
+    engine.run()
+    assert engine.tokens["good"] == oracle([9] * 8, params)
+    assert engine.kv.index.match(engine.kv.index.keys(_request(prompt), 2, 4)) == []
+
+
+def _request(tokens):
+    from minivllm.request import Request, SamplingParams
+
+    return Request("probe", SamplingParams(), tokens, len(tokens))
+
+
 def _without_unknown_leaves(engine, plan):
     plan.leaves = [req_id for req_id in plan.leaves if req_id in engine.worker.rows.of]
     return plan

@@ -1,0 +1,73 @@
+# Each target alone does all its set-up on a fresh Debian, Ubuntu or macOS with Python 3.11+ and make.
+#   make serve ARGS="--port 9000"          options for the server
+#   make test PYTHON=python3.12 VENV=.venv312
+
+VENV ?= .venv
+# The first of these that is new enough; `PYTHON=...` overrides.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+# The release this project is tested with is tried first; pyproject.toml has the range that is allowed.
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+FETCHED := $(VENV)/.fetched
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve chat test test-fast lint format bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(INSTALLED): pyproject.toml setup.py
+	@test -n "$(PYTHON)" || { echo "minivllm needs Python 3.11 or newer, and found none." \
+		"Install one (Debian, Ubuntu: apt install python3 python3-venv; macOS: brew install python@3.12)" \
+		"or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "minivllm needs Python 3.11 or newer; $(PYTHON) is older or does not run."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make a virtual environment: its venv module is a package of its own here." \
+		"Debian, Ubuntu: apt install python3-venv"; exit 1; }
+	@$(PY) -c '' 2>/dev/null || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv --clear $(VENV); }
+	@if [ "$$(uname -s)" = Linux ] && ! [ -e /dev/nvidiactl ]; then \
+		echo "no NVIDIA GPU here: if pip starts to download nvidia-* packages, see 'A CPU build of torch' in README.md"; fi
+	$(PY) -m pip install "$(TORCH)" || echo "no $(TORCH) for this machine: taking what pyproject.toml allows"
+	$(PY) -m pip install -e ".[dev]"
+	@touch $@
+
+$(FETCHED): $(INSTALLED)
+	$(PY) -c "from minivllm.config import DEFAULT_MODEL; from minivllm.loading import resolve; resolve(DEFAULT_MODEL)"
+	@touch $@
+
+setup: $(INSTALLED) $(FETCHED)  ## .venv, the packages and the default model
+
+serve: setup  ## the OpenAI-compatible server (ARGS="--port 9000")
+	$(PY) -m minivllm.serve $(ARGS)
+
+chat: setup  ## chat in this terminal
+	$(PY) -m minivllm chat $(ARGS)
+
+lint: $(INSTALLED)  ## ruff, without changing a file
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(INSTALLED)  ## ruff, changing files
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# Tests look at results, not at speed: threads that wait asleep leave the cores to the servers under test.
+test: setup lint  ## everything that CI checks (ARGS="-k prefix")
+	OMP_WAIT_POLICY=passive $(PY) -m pytest $(ARGS)
+
+test-fast: $(INSTALLED)  ## the control plane alone: no torch, no model, seconds
+	$(PY) -m pytest -q -m "not model and not slow" tests/scheduler tests/kv tests/fuzz $(ARGS)
+
+bench: setup  ## start-up, host time and offline throughput, one JSON line each
+	$(PY) bench/startup.py $(ARGS)
+	$(PY) bench/host.py $(ARGS)
+	$(PY) bench/offline.py $(ARGS)
+
+clean:  ## forget .venv and all caches in this folder
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

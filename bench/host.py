@@ -1,0 +1,132 @@
+"""What a step costs on the host, apart from the model: schedule, prepare (both input builders), update, trace.
+
+n requests decode, one token each a step, over a fake model that answers at once. What is left is the control plane and
+the input builder, as the engine runs them. Also: how long the control plane takes to import in a fresh interpreter.
+
+    python bench/host.py --num-reqs 1 64 256 1024
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+from common import ROOT, emit, note, parser, spread
+
+from minivllm.config import EngineConfig
+from minivllm.engine.build import build_kv, build_scheduler
+from minivllm.features import INPUT_BUILDERS
+from minivllm.plan import StepOutput, StepPlan
+from minivllm.request import EngineRequest, Request, SamplingParams
+from minivllm.runner.inputs import BatchKey, InputSizes, Rows
+from minivllm.scheduler.base import Limits
+from minivllm.trace import TraceRecorder
+
+PROMPT, BLOCK_SIZE = 128, 16
+WARMUP = 20  # decode steps that are not measured
+CONTROL_PLANE = "minivllm.engine.core, minivllm.scheduler.unified, minivllm.kv.manager, minivllm.kv.prefix_hash"
+
+
+class FakeModel:
+    """Prepares the inputs as a worker does, and answers token 5 to everything. Remembers how long preparing took."""
+
+    def __init__(self, sizes: InputSizes, inputs: str):
+        self.inputs = INPUT_BUILDERS.get(inputs)(sizes)
+        self.rows = Rows(sizes.max_rows)
+        self.prepare_seconds = 0.0
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        begin = time.perf_counter()
+        for req_id in plan.leaves:
+            self.rows.leave(req_id)
+        self.inputs.apply(plan, [self.rows.join(join.req_id) for join in plan.joins])
+        batch = self.inputs.build(plan, BatchKey(plan.total_tokens))
+        self.prepare_seconds = time.perf_counter() - begin
+        requests = batch.sample_requests.tolist()
+        self.inputs.append(batch, np.full(len(requests), 5))
+        return StepOutput({batch.req_ids[r]: [5] for r in requests})
+
+
+def measure(num_reqs: int, inputs: str, num_steps: int, prefix: str) -> dict[str, list[float]]:
+    """Milliseconds of each phase, one entry a step in which num_reqs requests decode."""
+    max_len = PROMPT + WARMUP + num_steps + 64
+    num_blocks = num_reqs * -(-max_len // BLOCK_SIZE)
+    config = EngineConfig.build(overrides={"kv.block_size": BLOCK_SIZE, "kv.prefix": prefix, "runner.inputs": inputs})
+    limits = Limits(num_reqs, num_reqs * PROMPT, max_len, num_blocks * BLOCK_SIZE)  # one step of prefill
+    scheduler = build_scheduler(config, build_kv(config, num_blocks), limits)
+    model = FakeModel(InputSizes(num_reqs, max_len, BLOCK_SIZE, num_blocks), inputs)
+    recorder = TraceRecorder(os.devnull)
+    params = SamplingParams(temperature=0.0, max_tokens=max_len - PROMPT, ignore_eos=True)
+    generator = np.random.default_rng(0)
+    for i in range(num_reqs):
+        prompt = generator.integers(0, 49_152, PROMPT).tolist()
+        scheduler.add(Request.make(EngineRequest(f"cmpl-{i:016x}", prompt, params)))
+    times: dict[str, list[float]] = {"schedule": [], "prepare": [], "update": [], "trace": []}
+    num_decodes = 0
+    while num_decodes < WARMUP + num_steps:
+        begin = time.perf_counter()
+        plan = scheduler.schedule(begin)
+        planned = time.perf_counter()
+        out = finished(model.execute(plan)).result()
+        executed = time.perf_counter()
+        deltas = scheduler.update(plan, out)
+        updated = time.perf_counter()
+        recorder.on_step(plan, out, deltas, {"schedule": 0.0, "execute": 0.0, "update": 0.0})
+        traced = time.perf_counter()
+        num_decodes += plan.total_tokens == num_reqs == len(plan.num_tokens)
+        if num_decodes > WARMUP:
+            spent = (planned - begin, model.prepare_seconds, updated - executed, traced - updated)
+            for phase, seconds in zip(times, spent, strict=True):
+                times[phase].append(1e3 * seconds)
+    return times
+
+
+def finished(out: StepOutput) -> Future[StepOutput]:
+    future: Future[StepOutput] = Future()
+    future.set_result(out)
+    return future
+
+
+def import_seconds(num_runs: int = 7) -> list[float]:
+    code = f"import time; t = time.perf_counter(); import {CONTROL_PLANE}; print(time.perf_counter() - t)"
+    run = [sys.executable, "-c", code]
+    return [float(subprocess.run(run, cwd=ROOT, capture_output=True, check=True).stdout) for _ in range(num_runs)]
+
+
+def summary(times: dict[str, list[float]]) -> dict[str, object]:
+    """Median and 99th percentile, in milliseconds; schedule_prepare and schedule_update are sums within each step."""
+    times = dict(times)
+    for name in ("prepare", "update"):
+        times[f"schedule_{name}"] = [a + b for a, b in zip(times["schedule"], times[name], strict=True)]
+    return {
+        phase: {"median": round(float(np.median(ms)), 4), "p99": round(float(np.percentile(ms, 99)), 4)}
+        for phase, ms in times.items()
+    }
+
+
+def main() -> None:
+    args = parser(__doc__.splitlines()[0], Path(__file__).stem)
+    args.add_argument("--num-reqs", type=int, nargs="+", default=[1, 64, 256, 1024], help="requests that decode")
+    args.add_argument("--inputs", nargs="+", default=list(INPUT_BUILDERS.names()), help="input builders")
+    args.add_argument("--num-steps", type=int, default=200, help="decode steps measured")
+    args.add_argument("--prefix", default="hash", help="kv.prefix")
+    args = args.parse_args()
+    results = {"import_seconds": spread(import_seconds()), "step_ms": []}
+    for num_reqs in args.num_reqs:
+        for inputs in args.inputs:
+            row = {"num_reqs": num_reqs, "inputs": inputs}
+            row |= summary(measure(num_reqs, inputs, args.num_steps, args.prefix))
+            results["step_ms"].append(row)
+            medians = ", ".join(f"{k} {v['median']:.3f}" for k, v in row.items() if isinstance(v, dict))
+            note(f"{num_reqs:5} requests, {inputs:10}: {medians} ms")
+    params = {"num_steps": args.num_steps, "prompt": PROMPT, "block_size": BLOCK_SIZE, "prefix": args.prefix}
+    emit("host", params, results, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Which families of kernels can be built and run on this machine, and why not the others.
+
+The engine never needs one of them: each kernel has a torch twin that gives the same numbers, so a machine without
+triton, a GPU or a C++ compiler imports, tests and serves. No kernel has landed yet: the report is about what they will
+stand on.
+
+The folder is `kernels/` in the repository and `minivllm.kernels` for Python. It has no __init__.py, see setup.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+COMPILERS = ("c++", "g++", "clang++")
+
+
+class Family(NamedTuple):
+    name: str
+    usable: bool
+    reason: str  # what was found, or what is missing and how to get it
+
+
+def triton_family() -> Family:
+    if find_spec("triton") is None:
+        return Family("triton", False, 'triton is not installed: pip install "minivllm[gpu]" (Linux only)')
+    import torch
+
+    if not torch.cuda.is_available():
+        return Family("triton", False, "no CUDA device that this torch can use")
+    return Family("triton", True, f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+
+
+def cpp_family() -> Family:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return Family("cpp", False, f"no C++ compiler on the PATH (looked for {', '.join(COMPILERS)})")
+    return Family("cpp", True, compiler)
+
+
+FAMILIES: tuple[Callable[[], Family], ...] = (triton_family, cpp_family)
+
+
+def report() -> list[Family]:
+    """One row a family. Imports torch only where triton is installed."""
+    return [probe() for probe in FAMILIES]
+
+
+if __name__ == "__main__":
+    for name, usable, reason in report():
+        print(f"{name:8} {'on' if usable else 'off':4} {reason}")

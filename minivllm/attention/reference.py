@@ -1,0 +1,95 @@
+"""The oracle: attention over the paged cache as the textbook writes it, one request at a time, on any device.
+
+Slow on purpose. It gathers a request's tokens by its block table, computes scores in float32 (or float64), masks by
+absolute position, and never touches a slot that the request does not own. Every other backend is tested against it.
+
+Cache layout: [2 (K, V), num_blocks, block_size, kv_heads, head_size].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.base import AttentionSpec, KVSpec
+
+if TYPE_CHECKING:
+    from minivllm.runner.batch import InputBatch
+
+
+class _Request(NamedTuple):
+    rows: slice  # its query rows
+    blocks: Tensor  # [blocks in use] int64
+    seq_len: int
+
+
+class _Meta(NamedTuple):
+    slots: Tensor  # [padded T] int64
+    requests: list[_Request]
+    num_tokens: int
+
+
+class ReferenceAttention:
+    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+
+    def __init__(
+        self,
+        layers: list[AttentionSpec],
+        block_size: int,
+        device: torch.device,
+        compute_dtype: torch.dtype = torch.float32,
+    ):
+        for layer in layers:
+            assert layer.num_heads % layer.num_kv_heads == 0, layer
+        self.block_size = block_size
+        self.device = device
+        self.compute_dtype = compute_dtype
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return None
+
+    def kv_shape(self, spec: KVSpec, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+
+    def prepare(self, batch: InputBatch) -> _Meta:
+        requests = []
+        for r in range(batch.num_requests):
+            seq_len = int(batch.seq_lens[r])
+            blocks = batch.block_tables[r, : -(-seq_len // self.block_size)]
+            rows = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
+            requests.append(_Request(rows, torch.tensor(blocks, dtype=torch.int64, device=self.device), seq_len))
+        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
+        return _Meta(slots, requests, batch.num_tokens)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
+    ) -> None:
+        keys, values = kv.flatten(1, 2)  # each [slots, kv_heads, head_size]
+        keys[meta.slots] = k
+        values[meta.slots] = v
+        for rows, blocks, seq_len in meta.requests:
+            request_keys, request_values = kv[:, blocks].flatten(1, 2)[:, :seq_len].to(self.compute_dtype)
+            out[rows] = attend_dense(q[rows].to(self.compute_dtype), request_keys, request_values, layer).to(out.dtype)
+        out[meta.num_tokens :] = 0  # padding rows: nobody reads them, but they pass through the layers that follow
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:
+    """The queries are the last of the keys' positions. q [n, heads, D], k and v [L, kv_heads, D] -> [n, heads, D]."""
+    group = layer.num_heads // layer.num_kv_heads
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [L, heads, D]
+    scores = torch.einsum("nhd,lhd->hnl", q, k) * layer.scale
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], layer.sliding_window, q.device), -torch.inf)
+    return torch.einsum("hnl,lhd->nhd", scores.softmax(-1), v)
+
+
+def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[num_queries, num_keys] bool: causal, and within the sliding window. The queries are the last positions."""
+    key = torch.arange(num_keys, device=device)
+    query = key[num_keys - num_queries :, None]
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)

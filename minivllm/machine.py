@@ -1,0 +1,47 @@
+"""What a recorded number was measured on: for the trace's header and every result of bench/. Never imports torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from minivllm import __version__
+
+PACKAGES = ("torch", "transformers", "numpy", "msgspec")
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use, which a container or taskset can make fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe() -> dict[str, Any]:
+    machine = {"system": platform.system(), "arch": platform.machine(), "cpu": cpu_name(), "num_cores": num_cores()}
+    torch = sys.modules.get("torch")  # whoever runs on a GPU has imported it
+    if torch is not None and torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+    return machine
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version  # 15 ms that only a recorded run has to pay
+
+    found = {"minivllm": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

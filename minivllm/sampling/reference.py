@@ -1,0 +1,45 @@
+"""The slow, obviously right twin of draw.py: sorts the whole vocabulary, one row at a time, in float64. The oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minivllm.sampling.draw import BLOCK
+from minivllm.sampling.uniform import exponential
+
+
+def find_cut(probs: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
+    """The least probability kept of one row [V]."""
+    kept = np.sort(probs)[::-1]
+    kept = kept[kept >= np.float32(min_p) * kept[0]]
+    if 0 < top_k < len(kept):
+        kept = kept[kept >= kept[top_k - 1]]
+    if top_p < 1:
+        likelier = np.concatenate(([0.0], np.cumsum(kept, dtype=np.float64)[:-1]))
+        kept = kept[likelier < top_p * kept.sum(dtype=np.float64)]
+    return kept[-1]
+
+
+def draw(probs: np.ndarray, seed: int, position: int) -> int:
+    """The race of one row [V], block by block."""
+    at = np.array([seed], np.uint64), np.array([position])
+    starts = range(0, len(probs), BLOCK)
+    noise = exponential(*at, np.arange(len(starts)))[0]
+    masses = [probs[i : i + BLOCK].sum(dtype=float) for i in starts]
+    finish = [n / mass if mass else np.inf for n, mass in zip(noise, masses, strict=True)]
+    first = starts[int(np.argmin(finish))]
+    tokens = [token for token in range(first, min(first + BLOCK, len(probs))) if probs[token]]
+    return min(tokens, key=lambda token: exponential(*at, np.array([token]), stream=1)[0, 0] / probs[token])
+
+
+def sample(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, position: int
+) -> int:
+    """One row [V], the whole of it: temperature, filters, draw."""
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    probs[probs < find_cut(probs, top_k, top_p, min_p)] = 0
+    return draw(probs, seed, position)

@@ -1,0 +1,156 @@
+"""From logits to tokens. The order of the steps is vLLM V1's:
+
+1. the log-probabilities to report come from the logits as the model gave them;
+2. processors that can change the argmax (processors.py), each only while some request uses it;
+3. greedy rows end here: the likeliest token, the lowest id among equals;
+4. temperature, then processors that keep the argmax, then min-p, top-k, top-p and one draw per row (draw.py).
+
+Invariant: what a row gets depends on its own logits, parameters and output only, never on its neighbours. The random
+numbers of a draw are a function of (seed, position); see uniform.py.
+
+The sampler knows nothing of requests' names, of the scheduler, or of which tokens end a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.plan import PositionLogprobs
+from minivllm.request import SamplingParams
+from minivllm.sampling.base import LogitsProcessor, Sampled
+from minivllm.sampling.draw import apply_filters, draw, pad_to_blocks
+from minivllm.sampling.logprobs import position_logprobs
+from minivllm.sampling.processors import DEFAULT_PROCESSORS
+
+_CHUNK = 32  # rows drawn at a time: bounds the scratch memory and keeps it in the last-level cache
+
+
+class Sampler:
+    """State by permanent row: parameters as arrays, so that a step reads them with one indexing operation."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_rows: int,
+        device: torch.device | str = "cpu",
+        processors: Sequence[type[LogitsProcessor]] = DEFAULT_PROCESSORS,
+    ):
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.processors = [make(vocab_size, max_rows) for make in processors]
+        self.uses = np.zeros((len(self.processors), max_rows), bool)  # [processor, row]
+        self.joined = np.zeros(max_rows, bool)
+        self.temperature = np.zeros(max_rows, np.float32)  # 0: greedy
+        self.top_k = np.zeros(max_rows, np.int64)  # 0: off
+        self.top_p = np.ones(max_rows, np.float64)
+        self.min_p = np.zeros(max_rows, np.float64)
+        self.seed = np.zeros(max_rows, np.uint64)
+        self.num_logprobs = np.full(max_rows, -1, np.int64)  # -1: none asked for
+
+    def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """token_ids may hold output already: a request that resumes after a preemption."""
+        assert not self.joined[row], f"row {row} is taken"
+        assert params.greedy or params.seed is not None, "sampling parameters must be resolved: no seed"
+        self.joined[row] = True
+        self.temperature[row] = 0 if params.greedy else params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = (params.seed or 0) & 0xFFFF_FFFF_FFFF_FFFF
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        for used, processor in zip(self.uses, self.processors, strict=True):
+            used[row] = processor.join(row, params, token_ids, num_prompt_tokens)
+
+    def leave(self, row: int) -> None:
+        assert self.joined[row], f"row {row} is not in use"
+        self.joined[row] = False
+        for used, processor in zip(self.uses, self.processors, strict=True):
+            if used[row]:
+                used[row] = False
+                processor.leave(row)
+
+    def observe(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """rows [N], tokens [N]: tokens that are final, in sequence order for each row."""
+        if not self.uses.any():
+            return
+        for used, processor in zip(self.uses, self.processors, strict=True):
+            for i in np.flatnonzero(used[rows]).tolist():
+                processor.observe(int(rows[i]), int(tokens[i]))
+
+    def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+        """logits [S, V] fp32 (may be changed), rows [S] int64, positions [S] int64: index in the sequence of the token
+        to be drawn."""
+        assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
+        if not len(rows):
+            return Sampled(np.empty(0, np.int64), [])
+        asked = np.flatnonzero(self.num_logprobs[rows] >= 0)
+        changing = self._users(rows, keeps_argmax=False)
+        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) and changing else None
+        for processor in changing:
+            logits = processor.apply(logits, rows)
+        tokens, invalid = self._choose(logits, rows, positions)
+        if raw is None and len(asked):
+            raw = logits if len(asked) == len(rows) else logits[torch.from_numpy(asked).to(logits.device)]
+        logprobs: list[PositionLogprobs | None] = [None] * len(rows)
+        if raw is not None:
+            self._report(logprobs, raw, asked, rows, tokens)
+        return Sampled(tokens, logprobs, invalid)
+
+    def check(self) -> None:
+        """No state outlives its request."""
+        assert not (self.uses & ~self.joined).any()
+        for used, processor in zip(self.uses, self.processors, strict=True):
+            states = getattr(processor, "states", {})
+            assert all(used[row] for row in states), type(processor).__name__
+
+    def _users(self, rows: np.ndarray, keeps_argmax: bool) -> list[LogitsProcessor]:
+        if not self.uses.any():
+            return []
+        needed = self.uses[:, rows].any(1)
+        return [p for p, used in zip(self.processors, needed, strict=True) if used and p.keeps_argmax == keeps_argmax]
+
+    def _choose(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """-> tokens [S], and which logits rows had no usable distribution."""
+        random = np.flatnonzero(self.temperature[rows] > 0)
+        tokens = np.zeros(len(rows), np.int64) if len(random) == len(rows) else argmax(logits)
+        valid = np.isfinite(_pick(logits, tokens)) if len(random) < len(rows) else np.ones(len(rows), bool)
+        for start in range(0, len(random), _CHUNK):
+            chunk = random[start : start + _CHUNK]
+            part = logits[start : start + _CHUNK] if len(random) == len(rows) else logits[torch.from_numpy(chunk)]
+            tokens[chunk], valid[chunk] = self._draw(part, rows[chunk], positions[chunk])
+        invalid = np.flatnonzero(~valid)
+        if len(invalid):
+            some = torch.nan_to_num(logits[torch.from_numpy(invalid).to(logits.device)], nan=float("-inf"))
+            tokens[invalid] = argmax(some)
+        return tokens, invalid
+
+    def _draw(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """logits [C, V] -> tokens [C], valid [C]."""
+        inverse = torch.from_numpy(1 / self.temperature[rows]).to(logits.device)[:, None]
+        scaled = logits * inverse
+        for processor in self._users(rows, keeps_argmax=True):
+            scaled = processor.apply(scaled, rows)
+        probs = torch.softmax(pad_to_blocks(scaled), -1)
+        apply_filters(probs, self.top_k[rows], self.top_p[rows], self.min_p[rows])
+        tokens, valid = draw(probs, self.seed[rows], positions)
+        return tokens.cpu().numpy(), valid.cpu().numpy()
+
+    def _report(self, out: list, raw: Tensor, asked: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> None:
+        counts = self.num_logprobs[rows[asked]]
+        entries = position_logprobs(raw, tokens[asked], int(counts.max()))
+        for i, count, entry in zip(asked.tolist(), counts.tolist(), entries, strict=True):
+            out[i] = entry[: count + 1]
+
+
+def argmax(logits: Tensor) -> np.ndarray:
+    """[S, V] -> [S] int64, the lowest id among equals. numpy's is 12 times as fast as torch's on a CPU."""
+    return logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1).cpu().numpy()
+
+
+def _pick(logits: Tensor, tokens: np.ndarray) -> np.ndarray:
+    """logits [S, V], tokens [S] -> the tokens' logits [S]."""
+    return logits.gather(1, torch.from_numpy(tokens).to(logits.device)[:, None])[:, 0].cpu().numpy()

@@ -1,0 +1,121 @@
+"""Random batches for attention backends, and the dense float64 oracle that knows no blocks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.attention.base import AttentionSpec, KVSpec
+from minivllm.runner.batch import InputBatch
+
+CPU = torch.device("cpu")
+
+
+def spec(num_heads=6, num_kv_heads=2, head_size=16, window=None, soft_cap=None) -> AttentionSpec:
+    return AttentionSpec(num_heads, num_kv_heads, head_size, 1 / math.sqrt(head_size), window, soft_cap)
+
+
+@dataclass
+class Case:
+    """Requests as (tokens computed earlier, tokens of this step), each with its whole q, k and v."""
+
+    spec: AttentionSpec
+    requests: list[tuple[int, int]]
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    shuffle: bool = True  # block ids in random order; False: consecutive ones
+    padding: int = 0  # dummy token rows at the end
+    spare_columns: int = 0  # by which the block table is wider than needed
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        self.qkv = [self._draw(sum(request), generator) for request in self.requests]
+        counts = [-(-sum(request) // self.block_size) for request in self.requests]
+        self.num_blocks = sum(counts) + 3  # some that no request owns
+        ids = np.random.default_rng(self.seed).permutation(self.num_blocks) if self.shuffle else np.arange(sum(counts))
+        self.tables = np.zeros((len(counts), max(counts) + self.spare_columns), np.int32)
+        for r, count in enumerate(counts):
+            self.tables[r, :count] = ids[sum(counts[:r]) :][:count]
+
+    def _draw(self, num_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
+        shapes = [(num_tokens, n, self.spec.head_size) for n in heads]
+        return tuple(torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes)
+
+    def slot(self, r: int, position: int) -> int:
+        return int(self.tables[r, position // self.block_size]) * self.block_size + position % self.block_size
+
+    def batch(self, spans: dict[int, tuple[int, int]], padding: int = 0) -> InputBatch:
+        """The step that computes positions begin : end of each request r in spans."""
+        spare = self.num_blocks * self.block_size
+        slots = [self.slot(r, p) for r, (begin, end) in spans.items() for p in range(begin, end)]
+        positions = [p for begin, end in spans.values() for p in range(begin, end)]
+        query_start = np.cumsum([0] + [end - begin for begin, end in spans.values()]).astype(np.int32)
+        return InputBatch(
+            req_ids=[str(r) for r in spans],
+            rows=np.array(list(spans)),
+            token_ids=np.zeros(len(slots) + padding, np.int64),
+            positions=np.array(positions + [0] * padding, np.int64),
+            slot_mapping=np.array(slots + [spare + i % self.block_size for i in range(padding)], np.int64),
+            query_start=query_start,
+            seq_lens=np.array([end for _, end in spans.values()], np.int32),
+            block_tables=self.tables[list(spans)],
+            sample_tokens=query_start[1:].astype(np.int64) - 1,
+            sample_requests=np.arange(len(spans)),
+            num_tokens=len(slots),
+            max_query=int(np.diff(query_start).max()),
+            max_seq=max(end for _, end in spans.values()),
+        )
+
+    def inputs(self, spans: dict[int, tuple[int, int]], padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of those positions; padding rows are NaN."""
+        parts = []
+        for i in range(3):
+            rows = torch.cat([self.qkv[r][i][begin:end] for r, (begin, end) in spans.items()])
+            parts.append(torch.cat([rows, torch.full_like(rows[:1], torch.nan).expand(padding, -1, -1)]))
+        return tuple(parts)
+
+    @property
+    def now(self) -> dict[int, tuple[int, int]]:
+        return {r: (computed, computed + new) for r, (computed, new) in enumerate(self.requests)}
+
+    def cache(self, backend) -> Tensor:
+        """A cache that is NaN wherever no request has written, and holds what was computed earlier."""
+        kv_spec = KVSpec(1, self.spec.num_kv_heads, self.spec.head_size, self.block_size, self.dtype)
+        kv = torch.full(backend.kv_shape(kv_spec, self.num_blocks + 1), torch.nan, dtype=self.dtype)
+        earlier = {r: (0, computed) for r, (computed, _) in enumerate(self.requests) if computed}
+        if earlier:
+            q, k, v = self.inputs(earlier)
+            backend.forward(q, k, v, kv, backend.prepare(self.batch(earlier)), self.spec, torch.empty_like(q))
+        return kv
+
+    def run(self, backend, kv: Tensor | None = None) -> Tensor:
+        """[padded T, heads, head_size]: one step over all requests."""
+        kv = self.cache(backend) if kv is None else kv
+        q, k, v = self.inputs(self.now, self.padding)
+        out = torch.full_like(q, torch.nan)
+        backend.forward(q, k, v, kv, backend.prepare(self.batch(self.now, self.padding)), self.spec, out)
+        return out
+
+    def expected(self) -> Tensor:
+        """[T, heads, head_size] float64, query by query."""
+        return torch.cat([self._expected(*qkv, *span) for qkv, span in zip(self.qkv, self.now.values(), strict=True)])
+
+    def _expected(self, q: Tensor, k: Tensor, v: Tensor, begin: int, end: int) -> Tensor:
+        group = self.spec.num_heads // self.spec.num_kv_heads
+        rows = []
+        for p in range(begin, end):
+            first = 0 if self.spec.sliding_window is None else max(0, p - self.spec.sliding_window + 1)
+            query = q[p].double().view(self.spec.num_kv_heads, group, -1)
+            scores = self.spec.scale * torch.einsum("hgd,lhd->hgl", query, k[first : p + 1].double())
+            if self.spec.soft_cap is not None:
+                scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
+            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+            mean = torch.einsum("hgl,lhd->hgd", weights, v[first : p + 1].double()) / weights.sum(-1, keepdim=True)
+            rows.append(mean.flatten(0, 1))
+        return torch.stack(rows)

@@ -1,0 +1,50 @@
+"""Each benchmark prints one JSON line that says what was measured, where and from which commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(script: str, *args: str) -> dict:
+    command = [sys.executable, f"bench/{script}", *args]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    record = json.loads(line)
+    assert record["schema"] == "minivllm.bench/1"
+    assert {"date", "commit", "command", "machine", "versions", "params", "results"} <= record.keys()
+    return record
+
+
+def test_host_measures_each_phase_with_each_input_builder(tmp_path):
+    out = tmp_path / "results.jsonl"
+    args = ("--num-reqs", "1", "3", "--num-steps", "2", "--out", str(out))
+    rows = run("host.py", *args)["results"]["step_ms"]
+    assert [(row["num_reqs"], row["inputs"]) for row in rows] == [
+        (n, inputs) for n in (1, 3) for inputs in ("rebuild", "persistent")
+    ]
+    assert all(row[phase]["median"] > 0 for row in rows for phase in ("schedule", "prepare", "update", "trace"))
+    run("host.py", *args)
+    assert len(out.read_text().splitlines()) == 2  # results are appended
+
+
+def test_startup_splits_the_time_to_the_first_token():
+    parts = run("startup.py", "--model", "dummy:tiny", "--runs", "1")["results"]["warm_seconds"]
+    assert list(parts) == ["interpreter", "import torch", "import minivllm", "load", "first token", "total"]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_offline_compares_with_transformers_on_the_same_tokens():
+    args = ("--num-reqs", "2", "--rounds", "1", "--input-len", "8", "--output-len", "4")
+    (row,) = run("offline.py", *args)["results"]
+    assert row["ratio"]["median"] > 0 and set(row["tokens_per_second"]) == {"minivllm", "transformers"}

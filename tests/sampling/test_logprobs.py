@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm.sampling.logprobs import position_logprobs
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_taken_token_first_then_the_likeliest_with_log_softmax_values(num_top):
+    logits = torch.randn(130, 50, generator=torch.Generator().manual_seed(0)) * 3
+    tokens = np.arange(130) % 50
+    expected = logits.double().log_softmax(-1)
+    for i, entries in enumerate(position_logprobs(logits, tokens, num_top)):
+        assert len(entries) == 1 + num_top
+        assert entries[0][0] == tokens[i]
+        best = expected[i].argsort(descending=True)
+        assert [e[0] for e in entries[1:]] == best[:num_top].tolist()
+        assert [e[2] for e in entries[1:]] == list(range(1, num_top + 1))
+        for token, logprob, rank in entries:
+            # fp32: one rounding of a logit below 16 (1e-6) and one of the log-sum-exp (1e-6).
+            assert logprob == pytest.approx(expected[i, token].item(), abs=4e-6)
+            assert rank == (expected[i] >= expected[i, token]).sum()
+
+
+def test_equal_logits_share_the_rank_that_counts_them_all():
+    logits = torch.tensor([[3.0, 1.0, 3.0, 1.0, 1.0, 0.0]])
+    (entries,) = position_logprobs(logits, np.array([3]), 3)
+    assert entries[0][2] == 5
+    assert [e[2] for e in entries[1:]] == [2, 2, 5]
+
+
+def test_the_top_of_a_large_vocabulary_is_the_top_of_its_blocks():
+    logits = torch.randn(3, 6400, generator=torch.Generator().manual_seed(1))
+    for entries, expected in zip(position_logprobs(logits, np.zeros(3, int), 20), logits.topk(20).indices, strict=True):
+        assert [e[0] for e in entries[1:]] == expected.tolist()
+
+
+def test_more_alternatives_than_tokens_gives_all_tokens():
+    (entries,) = position_logprobs(torch.zeros(1, 3), np.array([1]), 20)
+    assert len(entries) == 4

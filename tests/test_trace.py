@@ -1,0 +1,232 @@
+"""Traces: what was recorded is what happened, and can be run again."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import Future
+
+import pytest
+from fakes import FakeEngine, FakeExecutor, FakeWorker
+
+from minivllm import trace
+from minivllm.config import EngineConfig
+from minivllm.engine.build import build
+from minivllm.errors import UserError
+from minivllm.plan import Delta, Join, StepOutput, StepPlan, StepStats
+from minivllm.request import EngineRequest, SamplingParams
+
+PARAMS = SamplingParams(
+    temperature=0.0,
+    stop=["\n"],
+    stop_token_ids=[2],
+    logit_bias={5: -1.5},
+    eos_token_ids=(0,),
+    bad_words_token_ids=((1, 2),),
+)
+
+
+def hand_made_steps() -> list[tuple[StepPlan, StepOutput, list[Delta]]]:
+    """Two requests: a is prefilled in two chunks beside b, b ends, a decodes."""
+    joins = [Join("a", [1, 2, 3], 3, PARAMS), Join("b", [9, 8, 7], 2, SamplingParams(), adapter="x")]
+    stats = StepStats(num_running=2, num_free_blocks=7, num_cached_blocks=1, num_total_blocks=10)
+    logprobs = {"b": [[(4, -0.5, 1), (6, -math.inf, 2)]]}
+    return [
+        (StepPlan(0, {"b": 1, "a": 2}, {"b": 2, "a": 0}, joins, {"a": [3, 4], "b": [0]}, [], stats),
+         StepOutput({"b": [4]}, logprobs, {"a": [[(2, -1.0, 3)]]}),
+         [Delta("b", [4], finish_reason="stop", stop_reason=4)]),
+        (StepPlan(1, {"a": 1}, {"a": 2}, leaves=["b"], stats=stats), StepOutput({"a": [5]}), [Delta("a", [5])]),
+        (StepPlan(2, {"a": 1}, {"a": 3}, new_blocks={"a": [6]}, stats=stats), StepOutput({"a": [7]}), []),
+    ]  # fmt: skip
+
+
+class Clock:
+    """A second passes between any two looks."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A trace of the steps above, with b's arrival and an abort of a."""
+    recorder = trace.TraceRecorder(tmp_path / "run.jsonl", clock=Clock())
+    recorder.on_start({"kv.prefix": "none"}, {"num_blocks": 10})
+    recorder.on_add(EngineRequest("b", [9, 8], PARAMS, 1.5, priority=2, cache_salt="s"), 0)
+    for step in hand_made_steps():
+        recorder.on_step(*step, {"schedule": 2.0, "execute": 500.0})
+    recorder.on_abort("a")
+    recorder.close()
+    return tmp_path / "run.jsonl"
+
+
+class Scripted:
+    """An executor that gives prepared outputs."""
+
+    def __init__(self, outputs):
+        self.outputs = list(outputs)
+        self.plans = []
+
+    def submit(self, plan):
+        self.plans.append(plan)
+        future: Future[StepOutput] = Future()
+        future.set_result(self.outputs.pop(0))
+        return future
+
+
+def fake_run(path, **overrides) -> FakeEngine:
+    """Six requests over a pool that is too small for them, so that some are preempted and recomputed."""
+    engine = FakeEngine(num_blocks=12, **{"scheduler.max_num_batched_tokens": 16, **overrides})
+    engine.core.observers.append(trace.TraceRecorder(path))
+    engine.core.observers[0].on_start(engine.config.flat(), {"num_blocks": 12})
+    for i in range(6):
+        engine.add(f"r{i}", [i, *range(20, 20 + 2 * i)], max_tokens=12)
+    engine.run()
+    engine.core.shutdown()
+    return engine
+
+
+def test_a_recorded_plan_and_output_are_rebuilt_exactly(recorded):
+    steps = hand_made_steps()
+    assert trace.plans(recorded) == [plan for plan, _, _ in steps]
+    assert [list(p.num_tokens) for p in trace.plans(recorded)] == [["b", "a"], ["a"], ["a"]]  # the batch order
+    assert [trace.output_of(r) for r in trace.read(recorded).steps()] == [out for _, out, _ in steps]
+
+
+def test_arrivals_are_rebuilt_exactly(recorded):
+    expected = EngineRequest("b", [9, 8], PARAMS, 1.5, priority=2, cache_salt="s")
+    assert trace.requests(recorded) == [(1.0, expected)]
+
+
+def test_the_schema_is_what_the_docstring_says(recorded):
+    header, add, first, second, _, abort = map(json.loads, recorded.read_text().splitlines())
+    assert list(header) == ["schema", "versions", "machine", "config", "info"]
+    assert header["schema"] == "minivllm.trace/1" and header["versions"]["minivllm"]
+    assert (add["type"], add["step"], add["request"]["id"]) == ("add", 0, "b")
+    assert first["sched"] == [["b", 1, 2], ["a", 2, 0]]
+    assert first["times"] == {"schedule": 2.0, "execute": 500.0}
+    assert first["stats"]["num_free_blocks"] == 7 and first["stats"]["num_cached_blocks"] == 1
+    assert first["new_blocks"] == {"a": [3, 4], "b": [0]} and second["leaves"] == ["b"]
+    assert first["finished"] == {"b": ["stop", 4]} and "finished" not in second
+    assert first["logprobs"]["b"][0][1] == [6, None, 2]  # -inf
+    assert (abort["type"], abort["step"], abort["id"]) == ("abort", 3, "a")
+
+
+def test_every_line_is_on_disk_when_it_is_written(tmp_path):
+    recorder = trace.TraceRecorder(tmp_path / "run.jsonl")
+    recorder.on_start({}, {})
+    for i, step in enumerate(hand_made_steps()):
+        recorder.on_step(*step, {})
+        assert len(trace.plans(tmp_path / "run.jsonl")) == i + 1
+
+
+def test_a_trace_cut_by_a_kill_is_read_up_to_its_last_whole_line(recorded):
+    data = recorded.read_bytes()
+    last_step = data.rindex(b'{"type":"step"')
+    for cut in range(last_step, data.index(b"\n", last_step)):
+        recorded.write_bytes(data[:cut])
+        assert trace.plans(recorded) == [plan for plan, _, _ in hand_made_steps()[:2]]
+
+
+def test_a_file_that_is_no_trace_is_a_clear_error(tmp_path, recorded):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"schema": "something else"}\n')
+    with pytest.raises(UserError, match="other.jsonl is not a trace"):
+        trace.read(other)
+    lines = recorded.read_bytes().splitlines(keepends=True)
+    recorded.write_bytes(b"".join([lines[0], lines[1][:10] + b"\n", *lines[2:]]))
+    with pytest.raises(UserError, match="line 2 is damaged"):
+        trace.read(recorded)
+    with pytest.raises(UserError, match="cannot read the trace"):
+        trace.read(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="cannot write the trace"):
+        trace.TraceRecorder(tmp_path / "no" / "folder.jsonl")
+
+
+def test_replay_submits_the_recorded_plans_and_finds_equal_tokens(recorded):
+    executor = Scripted(out for _, out, _ in hand_made_steps())
+    assert trace.replay(recorded, executor) == trace.ReplayReport(num_steps=3, num_tokens=3, divergence=None)
+    assert executor.plans == [plan for plan, _, _ in hand_made_steps()]
+
+
+@pytest.mark.parametrize("wrong", [{"a": [6]}, {}, {"a": [5], "b": [1]}])
+def test_replay_names_step_and_request_of_the_first_divergence(recorded, wrong):
+    outputs = [out for _, out, _ in hand_made_steps()]
+    outputs[1] = StepOutput(wrong)
+    report = trace.replay(recorded, Scripted(outputs))
+    req_id = "b" if "b" in wrong else "a"
+    expected = {"a": [5]}.get(req_id, [])
+    assert report.divergence == (1, req_id, expected, wrong.get(req_id, []))
+    assert report.num_steps == 2
+
+
+@pytest.mark.parametrize("inputs", ["rebuild", "persistent"])
+def test_a_recorded_run_with_preemptions_replays_on_a_fresh_worker(tmp_path, inputs):
+    engine = fake_run(tmp_path / "run.jsonl")
+    recorded = trace.plans(tmp_path / "run.jsonl")
+    assert sum(plan.stats.num_preempted for plan in recorded) > 0
+    report = trace.replay(tmp_path / "run.jsonl", FakeExecutor(FakeWorker(engine.worker.sizes, inputs)))
+    assert report.divergence is None and report.num_steps == len(recorded)
+    assert report.num_tokens == sum(map(len, engine.tokens.values()))
+
+
+def test_the_recorder_changes_no_token(tmp_path):
+    recorded = fake_run(tmp_path / "run.jsonl")
+    alone = FakeEngine(num_blocks=12, **{"scheduler.max_num_batched_tokens": 16})
+    for i in range(6):
+        alone.add(f"r{i}", [i, *range(20, 20 + 2 * i)], max_tokens=12)
+    assert alone.run() == recorded.tokens
+
+
+def test_the_replayed_configuration_has_the_recorded_pool(recorded):
+    config = trace.config_of(trace.read(recorded), {"runner.inputs": "rebuild"})
+    assert (config.kv.prefix, config.kv.num_blocks, config.runner.inputs) == ("none", 10, "rebuild")
+
+
+def test_the_chrome_trace_has_a_track_a_request_and_nested_phases(recorded, tmp_path):
+    count = trace.to_chrome(recorded, tmp_path / "chrome.json")
+    events = json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
+    assert len(events) == count
+    tracks = {e["args"]["name"]: (e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert set(tracks) == {"steps", "a", "b"} and len(set(tracks.values())) == 3
+    slices = [e for e in events if e["ph"] == "X"]
+    by_track = {t: [e["name"] for e in slices if (e["pid"], e["tid"]) == at] for t, at in tracks.items()}
+    assert by_track["a"] == ["prefill", "prefill", "decode"]
+    assert by_track["b"] == ["waiting", "recompute"]  # it came back with a token of output
+    step, schedule, execute = (e for e in slices if e["pid"] == trace.ENGINE and e["ts"] < 2e6)
+    assert step["name"] == "step 0" and step["ts"] == schedule["ts"]
+    assert schedule["ts"] + schedule["dur"] == execute["ts"]
+    assert execute["ts"] + execute["dur"] == step["ts"] + step["dur"] == 2e6  # the record's t, in microseconds
+    blocks = next(e for e in events if e["ph"] == "C" and e["name"] == "blocks")
+    assert blocks["args"] == {"in use": 3, "cached": 1, "free": 6}
+
+
+def test_the_slices_of_a_real_run_do_not_overlap_within_a_track(tmp_path):
+    fake_run(tmp_path / "run.jsonl")
+    trace.to_chrome(tmp_path / "run.jsonl", tmp_path / "chrome.json")
+    events = json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
+    for tid in {e["tid"] for e in events if e["pid"] == trace.REQUESTS}:
+        track = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (trace.REQUESTS, tid)]
+        for one, two in zip(track, track[1:], strict=False):
+            assert one["ts"] + one["dur"] <= two["ts"] + 0.01  # rounding to nanoseconds
+
+
+def test_a_run_of_a_real_model_replays_to_the_same_tokens(tmp_path):
+    """fp32, so that no tie of rounding can be broken the other way by another batch."""
+    path = tmp_path / "run.jsonl"
+    overrides = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 24}
+    engine = build(EngineConfig.build(overrides=overrides), [trace.TraceRecorder(path)])
+    for i in range(5):
+        params = SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=40, ignore_eos=True)
+        engine.core.add(EngineRequest(f"r{i}", list(range(3, 90 + i)), params))
+    while engine.core.has_work:
+        engine.core.step()
+    engine.core.shutdown()
+    assert sum(plan.stats.num_preempted for plan in trace.plans(path)) > 0
+    for inputs in ("persistent", "rebuild"):
+        report = trace.replay(path, overrides={"runner.inputs": inputs})
+        assert report.divergence is None and report.num_tokens == 5 * 40

@@ -1,0 +1,25 @@
+"""How far two right answers may lie apart, by dtype. The one place for numeric tolerances; each with its derivation.
+
+u is the unit roundoff: half the distance from 1 to the next number, 2^-24 (float32), 2^-11 (float16), 2^-8 (bfloat16).
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Attention over standard normal q, k and v with scale 1/sqrt(head_size), against float64. The output is a weighted mean
+# of values: |v| < 5 among the 10^4..10^5 values that a test draws, and weights that sum to 1.
+# - A backend may round scores to the dtype before the softmax: |score| < 6 here, so a weight errs by the factor
+#   exp(6 u) - 1 = 6 u, and the mean by 6 u * E|v| = 6 u * 0.8 in the worst case that all errors have one sign: 4.8 u.
+# - The weights are rounded to the dtype before they multiply the values: u * E|v| = 0.8 u more.
+# - Rounding the result: u * |result| with |result| < 5 (a request with one key returns its value as it is): 5 u, which
+#   is what the relative part is for.
+# Sums are accumulated in float32: 1000 terms of size 1 err by 1000 * 2^-24 = 6e-5 in the worst case, 2e-6 in the mean;
+# for float32 itself that is the whole error.
+# So |error| <= 6 u + u * |result|, and 1e-5 for float32; doubled, as scores are not rounded once but in two products.
+ATTENTION = {
+    torch.float64: {"atol": 1e-12, "rtol": 1e-12},
+    torch.float32: {"atol": 2e-5, "rtol": 1e-5},
+    torch.float16: {"atol": 12 * 2**-11, "rtol": 2 * 2**-11},
+    torch.bfloat16: {"atol": 12 * 2**-8, "rtol": 2 * 2**-8},
+}
