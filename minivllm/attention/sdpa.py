@@ -1,13 +1,14 @@
 """Paged attention out of stock torch operators: gather, multiply, softmax, multiply. For the CPU, with no compiler.
 
 Decodes of many requests are one batched matrix product over copied blocks; all query heads of a KV head are the rows of
-one small matrix, so that K and V are never repeated. Prefills run one request at a time through torch's fused
-attention, which takes causality as a flag. sdpa_plan decides what is read, in which groups, under which masks.
+one small matrix, so that K and V are never repeated. Prefills run one request at a time, tile by tile. sdpa_plan
+decides what is read, in which groups, under which masks.
 
 What numbers decided (bench/attention.py; SmolLM2's shape in bf16 on 2 cores, 32 decodes of 200 tokens):
 - baddbmm + softmax + bmm takes 0.2 ms where F.scaled_dot_product_attention takes 0.5 ms, and 3 ms without the packing
-  of query heads: the fused kernel multiplies per (request, head), too little work a call. It wins below FUSED_KEYS,
-  and for one request whose blocks are consecutive, which it reads in place.
+  of query heads: the fused kernel multiplies per (request, head), too little work a call. It wins below FUSED_KEYS.
+- A prompt of 1000 tokens takes half as long in products of 128 queries as in the fused kernel, which gains nothing from
+  bf16. In float32 the kernel is as fast or faster, and is used.
 - The gather from memory takes 0.3 ms, more than the arithmetic: 5 MB in rows of one block and head, 2 KB, at half the
   speed of a plain copy. Rows of 4 KB (kv.block_size=32) take a third less.
 - Cache layout [2 (K, V), kv_heads, num_blocks, block_size, head_size]: head first, so that what is copied is a batch of
@@ -77,38 +78,23 @@ class SDPAAttention:
             out[meta.num_tokens :].zero_()
 
     def _decode(self, q: Tensor, kv: Tensor, decodes: Decodes, layer: AttentionSpec, out: Tensor) -> None:
-        num_requests, num_kv_heads, head_size = decodes.num_requests, layer.num_kv_heads, layer.head_size
         whole = isinstance(decodes.rows, slice)
         queries = q[decodes.rows] if whole else q.index_select(0, decodes.rows)
-        queries = queries.reshape(num_requests, num_kv_heads, -1, head_size)  # [requests, kv_heads, group, D]
+        queries = queries.reshape(decodes.num_requests, layer.num_kv_heads, -1, layer.head_size)  # [.., group, D]
         keys, values = decodes.source.read(kv)
         if decodes.holes is not None:
-            decodes.source.dense.view(-1, head_size).index_fill_(0, decodes.holes, 0)
+            decodes.source.dense.view(-1, layer.head_size).index_fill_(0, decodes.holes, 0)
         if decodes.fused:
             result = F.scaled_dot_product_attention(queries, keys, values, attn_mask=decodes.bias, scale=layer.scale)
         else:
-            result = self._attend(
-                queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), decodes.bias, layer
-            )  # [requests * kv_heads, group, D]
-        result = result.view(num_requests, -1, head_size)
+            keys, values = self._matrices(keys), self._matrices(values)
+            scores = self._scores(queries.flatten(0, 1), keys, layer, decodes.bias)
+            result = self._mean(scores, values)
+        result = result.view(decodes.num_requests, -1, layer.head_size)
         if whole:
             out[decodes.rows] = result
         else:
             out.index_copy_(0, decodes.rows, result.to(out.dtype))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, layer: AttentionSpec) -> Tensor:
-        """Attention as matrix products: q [B, M, D], k and v [B, L, D], bias broadcast to [B, M, L] -> [B, M, D]."""
-        dtype = self.matmul_dtype
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        if layer.soft_cap is not None:
-            scores = torch.baddbmm(self.zero, q, k.transpose(1, 2), beta=0, alpha=layer.scale / layer.soft_cap).float()
-            scores = scores.tanh_().mul_(layer.soft_cap)
-            scores = scores if bias is None else scores.add_(bias)
-        elif bias is None:
-            scores = torch.baddbmm(self.zero, q, k.transpose(1, 2), beta=0, alpha=layer.scale)
-        else:
-            scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=layer.scale)
-        return torch.bmm(scores.softmax(-1).to(dtype), v)
 
     def _prefill(
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, prefill: Prefill, layer: AttentionSpec, out: Tensor
@@ -118,24 +104,44 @@ class SDPAAttention:
         else:
             keys, values = prefill.source.read(kv)
         keys, values = (x.narrow(2, prefill.first, prefill.num_keys) for x in (keys, values))  # [1, kv_heads, L, D]
+        attend = self._fused_tile if prefill.fused else self._tile
         for rows, seen, mask in prefill.tiles:
             queries = q[rows].transpose(0, 1)  # [heads, n, D]
-            if layer.soft_cap is None:
-                result = F.scaled_dot_product_attention(
-                    queries[None],
-                    keys[:, :, seen],
-                    values[:, :, seen],
-                    attn_mask=mask,
-                    is_causal=mask is None,
-                    scale=layer.scale,
-                    enable_gqa=layer.num_heads != layer.num_kv_heads,
-                )[0]
-            else:
-                group = layer.num_heads // layer.num_kv_heads
-                packed = queries.reshape(layer.num_kv_heads, -1, layer.head_size)  # [kv_heads, group * n, D]
-                bias = mask.repeat(group, 1)
-                result = self._attend(packed, keys[0, :, seen], values[0, :, seen], bias, layer).view_as(queries)
-            out[rows] = result.transpose(0, 1)
+            out[rows] = attend(queries, keys[:, :, seen], values[:, :, seen], mask, layer).transpose(0, 1)
+
+    def _fused_tile(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, layer: AttentionSpec) -> Tensor:
+        """q [heads, n, D], k and v [1, kv_heads, L, D] -> [heads, n, D]"""
+        grouped = layer.num_heads != layer.num_kv_heads
+        return F.scaled_dot_product_attention(
+            q[None], k, v, attn_mask=mask, is_causal=mask is None, scale=layer.scale, enable_gqa=grouped
+        )[0]
+
+    def _tile(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, layer: AttentionSpec) -> Tensor:
+        """The same as products: the group's query heads are rows of one matrix."""
+        packed = q.reshape(layer.num_kv_heads, -1, layer.head_size)  # [kv_heads, group * n, D]
+        scores = self._scores(packed, self._matrices(k), layer)
+        by_query = scores.view(layer.num_heads, q.shape[1], -1)  # [heads, n, L]
+        by_query[:, :, by_query.shape[2] - mask.shape[1] :].add_(mask)
+        return self._mean(scores, self._matrices(v)).view(q.shape)
+
+    def _matrices(self, x: Tensor) -> Tensor:
+        """[requests, kv_heads, L, D] -> [requests * kv_heads, L, D], dense: oneDNN is slow to close gaps in a batch."""
+        return x.flatten(0, 1).to(self.matmul_dtype).contiguous()
+
+    def _scores(self, q: Tensor, k: Tensor, layer: AttentionSpec, bias: Tensor | None = None) -> Tensor:
+        """q [B, M, D], k [B, L, D], bias broadcast to [B, M, L] -> [B, M, L]"""
+        q = q.to(self.matmul_dtype)
+        if layer.soft_cap is not None:
+            scores = torch.baddbmm(self.zero, q, k.transpose(1, 2), beta=0, alpha=layer.scale / layer.soft_cap)
+            scores = scores.float().tanh_().mul_(layer.soft_cap)
+            return scores if bias is None else scores.add_(bias)
+        if bias is None:
+            return torch.baddbmm(self.zero, q, k.transpose(1, 2), beta=0, alpha=layer.scale)
+        return torch.baddbmm(bias, q, k.transpose(1, 2), alpha=layer.scale)
+
+    def _mean(self, scores: Tensor, v: Tensor) -> Tensor:
+        """Values weighted by the scores' softmax: [B, M, L], [B, L, D] -> [B, M, D]"""
+        return torch.bmm(scores.softmax(-1).to(v.dtype), v)
 
 
 def matmul_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

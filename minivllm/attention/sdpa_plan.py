@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FUSED_KEYS = 3072  # requests * kv_heads * keys up to which decodes take the fused kernel
 GROUP_BYTES = 8 << 20  # K and V that a group may copy: above, the workspace falls out of the last-level cache
 SPLIT_BYTES = 1 << 20  # padded K and V that cost as much as a group of their own
-QUERY_TILE = 512  # query rows that are masked at a time
+QUERY_TILE = 128  # query rows at a time: their scores stay in the cache, and keys that come later are not multiplied
 
 
 class Keys(NamedTuple):
@@ -70,7 +70,7 @@ class Tile(NamedTuple):
 
     rows: slice  # query rows of the batch
     keys: slice  # of the prefill's keys
-    mask: Tensor | None  # [queries, keys], added to the scores; None: causal, with as many keys as queries
+    mask: Tensor | None  # [queries, last keys], added to the scores; None: causal, with as many keys as queries
 
 
 class Prefill(NamedTuple):
@@ -80,6 +80,7 @@ class Prefill(NamedTuple):
     source: Keys | None  # None: nothing precedes, so that the step's own k and v are all there is
     first: int  # of the keys that are read, the first that is seen by any query
     num_keys: int
+    fused: bool  # masks reach over all keys of a tile
     tiles: list[Tile]
 
 
@@ -120,6 +121,8 @@ class Planner:
         self.dtype = dtype
         self.matmul_dtype = matmul_dtype
         self.device = device
+        # Where oneDNN multiplies 16 bits, masked products beat the CPU's fused kernel, which gains nothing from them.
+        self.fast_products = device.type == "cpu" and dtype.itemsize == 2 and matmul_dtype == dtype
         self.workspace = torch.empty(0, dtype=dtype, device=device)
         self.corners: dict[int | None, Tensor] = {}
 
@@ -158,11 +161,11 @@ class Planner:
         rows = as_slice(extents.query_start)
         if rows is None:
             rows = torch.from_numpy(extents.query_start).to(self.device)
-        if num_requests == 1 and spec.soft_cap is None and is_run(blocks[0]):
-            start = int(blocks[0, 0]) * self.block_size + int(begin[0])
-            return Decodes(rows, 1, Keys(start, int(end[0] - begin[0])), fused=True)
         num_keys = width * self.block_size
         fused = spec.soft_cap is None and num_requests * spec.num_kv_heads * num_keys <= FUSED_KEYS
+        if num_requests == 1 and is_run(blocks[0]):
+            start = int(blocks[0, 0]) * self.block_size + int(begin[0])
+            return Decodes(rows, 1, Keys(start, int(end[0] - begin[0])), fused)
         bias = self._bias(begin, end, num_keys)
         if bias is not None and not fused:
             bias = bias.to(self.matmul_dtype).expand(-1, spec.num_kv_heads, -1, -1).flatten(0, 1)
@@ -209,26 +212,32 @@ class Planner:
     def _prefill(self, spec: AttentionSpec, extents: _Extents, table: np.ndarray) -> Prefill:
         """extents of one request: integers."""
         begin, num_queries, seq_len, first_key, first_block, num_blocks = extents
-        end, window, source, origin = begin + num_queries, spec.sliding_window, None, 0
+        rows, window, source, origin = slice(begin, begin + num_queries), spec.sliding_window, None, 0
+        fused = spec.soft_cap is None and not self.fast_products
         if seq_len > num_queries:
             blocks = table[first_block : first_block + num_blocks].astype(np.int64)
             num_keys, origin = num_blocks * self.block_size, first_block * self.block_size
             source = Keys(int(blocks[0]) * self.block_size, num_keys) if is_run(blocks) else None
             source = source or self._gather(spec, blocks[None])
-        elif spec.soft_cap is None and (window is None or num_queries <= window):
-            return Prefill(slice(begin, end), None, 0, seq_len, [Tile(slice(begin, end), slice(0, seq_len), None)])
-        starts = range(begin, end, QUERY_TILE)
-        tiles = [self._tile(window, a, min(a + QUERY_TILE, end), seq_len - end, first_key) for a in starts]
-        return Prefill(slice(begin, end), source, first_key - origin, seq_len - first_key, tiles)
+        elif fused and (window is None or num_queries <= window):
+            return Prefill(rows, None, 0, seq_len, fused, [Tile(rows, slice(0, seq_len), None)])
+        shift = seq_len - rows.stop
+        tiles = [
+            self._tile(window, a, min(a + QUERY_TILE, rows.stop), shift, first_key, fused)
+            for a in range(begin, rows.stop, QUERY_TILE)
+        ]
+        return Prefill(rows, source, first_key - origin, seq_len - first_key, fused, tiles)
 
-    def _tile(self, window: int | None, begin: int, end: int, shift: int, first_key: int) -> Tile:
+    def _tile(self, window: int | None, begin: int, end: int, shift: int, first_key: int, fused: bool) -> Tile:
         """Query rows begin : end, at positions begin + shift and on. Keys count from first_key."""
         low = first_key if window is None else max(begin + shift - window + 1, first_key)
         high = end + shift
-        mask = self._corner(window, end - begin, high - low)
+        # Without a window every query sees all keys before the first query's: products need no mask there.
+        num_masked = high - low if fused or window is not None else end - begin
+        mask = self.corner(window, end - begin, num_masked)
         return Tile(slice(begin, end), slice(low - first_key, high - first_key), mask)
 
-    def _corner(self, window: int | None, num_queries: int, num_keys: int) -> Tensor:
+    def corner(self, window: int | None, num_queries: int, num_keys: int) -> Tensor:
         """[num_queries, num_keys]: 0 or -inf. The last query sees the last key, so each mask is the corner of one."""
         corner = self.corners.get(window)
         if corner is None or corner.shape[1] < num_keys:

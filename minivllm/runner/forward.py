@@ -27,15 +27,12 @@ class ForwardRunner(Protocol):
 class EagerForward:
     """Calls the model as it is."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, dtype: torch.dtype):
+    def __init__(self, model: torch.nn.Module, device: torch.device):
         self.model = model
         self.device = device
-        # oneDNN's reduced-precision product with a single row takes a slow path: SmolLM2's linear layers cost 16.6 ms
-        # at one token and 10.3 ms at two (bench/LOG.md), so a lone token gets a dummy beside it.
-        self.min_tokens = 2 if device.type == "cpu" and dtype != torch.float32 else 1
 
     def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
-        return BatchKey(num_tokens=max(num_tokens, self.min_tokens))
+        return BatchKey(num_tokens)  # any shape will do: no padding
 
     def warmup(self, make_dummy: Callable[[BatchKey], InputBatch]) -> None:
         """Eager code has nothing to warm."""

@@ -53,6 +53,7 @@ class Worker:
             config.model.path, dtype=dtype, device=device, seed=config.model.seed, tokenizer=config.model.tokenizer
         )
         model = loaded.model
+        self._decide("model.linear", *loaded.linear)
         backend_class, (_, reason) = choose_attention(
             config.runner.attention, device, model.attention_layers, attention
         )
@@ -72,7 +73,7 @@ class Worker:
         sizes = InputSizes(config.scheduler.max_num_seqs, max_model_len, config.kv.block_size, num_blocks)
         self.runner = ModelRunner(
             model=model,
-            forward=forwards.get(config.runner.forward)(model, device, dtype),
+            forward=forwards.get(config.runner.forward)(model, device),
             attention=backend,
             kv_caches=[zeros(shape, dtype, device) for _ in model.attention_layers],
             inputs=inputs.get(config.runner.inputs)(sizes),

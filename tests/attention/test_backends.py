@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tolerances import ATTENTION
 
 from minivllm.attention import sdpa, sdpa_plan
-from minivllm.attention.reference import ReferenceAttention
+from minivllm.attention.reference import ReferenceAttention, visible
 from minivllm.attention.sdpa import SDPAAttention
 
 MIXED = [(40, 1), (0, 7), (16, 1), (20, 13), (0, 1), (15, 17), (31, 1), (3, 2)]  # (computed earlier, new)
@@ -111,12 +111,14 @@ def test_long_queries_are_masked_tile_by_tile(monkeypatch, options):
     assert_right(SDPAAttention, Case(spec(**options), [(30, 33), (0, 29), (5, 8), (0, 8), (64, 9)]))
 
 
-def test_masks_grow_with_the_longest_sequence_seen(monkeypatch):
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_mask_is_right_whatever_was_asked_for_before(monkeypatch, window):
     monkeypatch.setattr(sdpa_plan, "QUERY_TILE", 8)
-    backend = SDPAAttention([spec()], 16, CPU)
-    for length in (9, 16, 17, 32, 33, 80, 12):
-        case = Case(spec(), [(length - 5, 5)])
-        torch.testing.assert_close(case.run(backend).double(), case.expected(), **ATTENTION[case.dtype])
+    planner = sdpa_plan.Planner(16, 4, torch.float32, torch.float32, CPU)
+    for num_queries, num_keys in [(5, 9), (8, 16), (5, 17), (1, 1), (8, 32), (3, 33), (8, 80), (5, 12)]:
+        mask = planner.corner(window, num_queries, num_keys)
+        seen = visible(num_queries, num_keys, window, CPU)
+        assert torch.equal(mask, torch.zeros(num_queries, num_keys).masked_fill(~seen, -torch.inf))
 
 
 @pytest.mark.parametrize("num_tokens", [19, 20, 21])
