@@ -1,0 +1,92 @@
+import pytest
+
+from minivllm.config import PRESETS, EngineConfig, fields, from_vllm_names, parse_set
+from minivllm.errors import ConfigError
+from minivllm.features import CONFLICTS, FEATURES, Conflict
+from minivllm.registry import Registry
+
+
+def test_overrides_are_converted_to_the_fields_type():
+    config = EngineConfig.build(
+        "v1", {"kv.block_size": "32", "scheduler.chunked_prefill": "false", "kv.prefix": "none"}
+    )
+    assert config.kv.block_size == 32 and config.scheduler.chunked_prefill is False and config.kv.prefix == "none"
+
+
+def test_none_empties_an_optional_field_and_names_an_option_elsewhere():
+    config = EngineConfig.build("v1", {"kv.num_blocks": "none", "kv.prefix": "none"})
+    assert config.kv.num_blocks is None and config.kv.prefix == "none"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"kv.prefx": "hash"}, 'no option "kv.prefx". Did you mean "kv.prefix"'),
+        ({"kv": "hash"}, 'no option "kv"'),
+        ({"kv.prefix": "hsh"}, 'kv.prefix: no option "hsh". Did you mean "hash"? Options: none, hash'),
+        ({"kv.block_size": "big"}, "Expected `int`"),
+        ({"kv.block_size": 0}, "kv.block_size must be at least 1 and at most 256, got 0"),
+        ({"kv.memory_fraction": 1.5}, "kv.memory_fraction must be at least"),
+        ({"scheduler.max_num_seqs": 0}, "scheduler.max_num_seqs must be at least 1"),
+        ({"model.dtype": "int3"}, "Invalid enum value"),
+    ],
+)
+def test_a_wrong_override_says_what_is_right(overrides, message):
+    with pytest.raises(ConfigError) as e:
+        EngineConfig.build("v1", overrides)
+    assert message in str(e.value)
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ConfigError, match="Did you mean"):
+        EngineConfig.build("v11")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_builds_and_says_what_it_stands_for(name):
+    assert EngineConfig.build(name).preset == name and PRESETS[name].what
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        EngineConfig.build().kv.block_size = 1
+
+
+def test_vllms_names_set_the_same_things():
+    overrides = from_vllm_names({"max_model_len": 100, "enable_prefix_caching": False, "dtype": "float32", "seed": 3})
+    config = EngineConfig.build("v1", overrides)
+    assert (config.model.max_model_len, config.kv.prefix, config.model.dtype) == (100, "none", "float32")
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        from_vllm_names({"max_num_seq": 1})
+
+
+def test_set_needs_an_equals_sign():
+    assert parse_set(["kv.prefix=none", "kv.memory = 2GiB"]) == {"kv.prefix": "none", "kv.memory": "2GiB"}
+    with pytest.raises(ConfigError, match="section.field=value"):
+        parse_set(["kv.prefix"])
+
+
+def test_a_declared_conflict_is_raised_with_its_reason(monkeypatch):
+    conflict = Conflict(("prefix", "hash"), ("inputs", "rebuild"), "for the test")
+    monkeypatch.setattr("minivllm.config.CONFLICTS", (*CONFLICTS, conflict))
+    EngineConfig.build("v1", {"runner.inputs": "rebuild", "kv.prefix": "none"})
+    with pytest.raises(ConfigError, match="prefix=hash cannot be combined with inputs=rebuild: for the test"):
+        EngineConfig.build("v1", {"runner.inputs": "rebuild"})
+
+
+def test_every_feature_names_a_field_and_its_default():
+    defaults = EngineConfig().flat()
+    for feature in FEATURES:
+        assert feature.field in fields() and feature.default in feature.options and feature.what
+        assert defaults[feature.field] == feature.default
+    assert len({f.name for f in FEATURES}) == len(FEATURES)
+
+
+def test_a_registry_imports_on_first_use_only():
+    registry = Registry("axis", {"broken": "no.such.module:X", "path": "pathlib:Path"})
+    assert registry.names() == ("broken", "path")
+    assert registry.get("path").__name__ == "Path"
+    with pytest.raises(ImportError):
+        registry.get("broken")
+    with pytest.raises(ConfigError, match='axis: no option "pth". Did you mean "path"'):
+        registry.get("pth")
