@@ -10,7 +10,7 @@ What numbers decided (bench/attention.py; SmolLM2's shape in bf16 on 2 cores, 32
 - A prompt of 1000 tokens takes half as long in products of 128 queries as in the fused kernel, which gains nothing from
   bf16. In float32 the kernel is as fast or faster, and is used.
 - The gather from memory takes 0.3 ms, more than the arithmetic: 5 MB in rows of one block and head, 2 KB, at half the
-  speed of a plain copy. Rows of 4 KB (kv.block_size=32) take a third less.
+  speed of a plain copy. Rows of 4 KB (kv.block_size=32) take a fifth to a third less.
 - Cache layout [2 (K, V), kv_heads, num_blocks, block_size, head_size]: head first, so that what is copied is a batch of
   matrices as it lies, and consecutive blocks are a view.
 - Scores round to the cache's dtype, as in transformers' eager attention: on SmolLM2 in bf16 the logits are as far from
