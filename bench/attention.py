@@ -72,10 +72,11 @@ class Step:
     ):
         heads, kv_heads, head_size, num_layers = SHAPES[shape]
         self.spec = AttentionSpec(heads, kv_heads, head_size, 1 / math.sqrt(head_size), window)
-        self.backend: AttentionBackend = ATTENTION.get(name)([self.spec] * num_layers, block_size, torch.device("cpu"))
         kv_spec = KVSpec(num_layers, kv_heads, head_size, block_size, dtype)
-        kv_shape = self.backend.kv_shape(kv_spec, int(batch.block_tables.max()) + 2)
-        self.caches = [torch.randn(kv_shape, dtype=dtype) for _ in range(num_layers)]
+        num_blocks = int(batch.block_tables.max()) + 2
+        make = ATTENTION.get(name)
+        self.backend: AttentionBackend = make([self.spec] * num_layers, kv_spec, num_blocks, torch.device("cpu"))
+        self.caches = [torch.randn(self.backend.kv_shape(num_blocks), dtype=dtype) for _ in range(num_layers)]
         packed = [torch.randn(batch.padded_tokens, heads + 2 * kv_heads, head_size, dtype=dtype) for _ in range(SHARED)]
         self.inputs = [x.split([heads, kv_heads, kv_heads], dim=1) for x in packed]
         self.batch = batch

@@ -38,6 +38,8 @@ class KVConfig(Section):
     memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
     prefix: str = "hash"
     hash: str = "sha256_cbor"
+    preemption: str = "recompute"
+    swap_memory: str = "1GiB"  # of the host, for the KV of preempted requests; used only if kv.preemption can swap
     hash_seed: str | None = None  # fixes the key of the prefix hash; None: random, so that nobody can aim a collision
 
 
@@ -116,6 +118,17 @@ class Preset(NamedTuple):
 
 
 PRESETS: dict[str, Preset] = {
+    "v0": Preset(
+        {
+            "scheduler.kind": "phased",
+            "scheduler.chunked_prefill": False,
+            "kv.preemption": "auto",
+            "kv.prefix": "none",
+            "runner.inputs": "rebuild",
+        },
+        "vLLM V0 (June 2023): phased scheduler, sequence groups, swapping, inputs made from scratch in each step. "
+        "Not the original: one process, and a sequence of n > 1 gets its first token a step after its group's first",
+    ),
     "v1": Preset({}, "vLLM V1 (January 2025): unified scheduler, chunked prefill, prefix caching, persistent batch"),
 }
 

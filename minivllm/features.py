@@ -34,13 +34,28 @@ class Conflict:
     reason: str
 
 
-SCHEDULERS: Registry = Registry("scheduler.kind", {"unified": "minivllm.scheduler.unified:UnifiedScheduler"})
+SCHEDULERS: Registry = Registry(
+    "scheduler.kind",
+    {
+        "unified": "minivllm.scheduler.unified:UnifiedScheduler",
+        "phased": "minivllm.scheduler.phased:PhasedScheduler",
+    },
+)
+PREEMPTIONS: Registry = Registry(
+    "kv.preemption",
+    {"recompute": "minivllm.kv.swap:Recompute", "swap": "minivllm.kv.swap:Swap", "auto": "minivllm.kv.swap:Auto"},
+)
 POLICIES: Registry = Registry(
     "scheduler.policy",
     {"fcfs": "minivllm.scheduler.policy:FCFS", "priority": "minivllm.scheduler.policy:Priority"},
 )
 PREFIX_INDEXES: Registry = Registry(
-    "kv.prefix", {"none": "minivllm.kv.prefix:NoPrefix", "hash": "minivllm.kv.prefix_hash:HashPrefix"}
+    "kv.prefix",
+    {
+        "none": "minivllm.kv.prefix:NoPrefix",
+        "hash": "minivllm.kv.prefix_hash:HashPrefix",
+        "radix": "minivllm.kv.prefix_radix:RadixPrefix",
+    },
 )
 KEY_HASHES: Registry = Registry(
     "kv.hash",
@@ -69,7 +84,7 @@ FEATURES: tuple[Feature, ...] = (
         "scheduler.kind",
         SCHEDULERS.names(),
         "unified",
-        "which tokens run next: one {request: num_tokens} budget a step (V1)",
+        "which tokens run next: one {request: num_tokens} budget a step (V1), or all prefill and then all decode (V0)",
         chapter="10",
         workload="long_prompt_among_chats",
         metric="itl_p99",
@@ -99,7 +114,7 @@ FEATURES: tuple[Feature, ...] = (
         "kv.prefix",
         PREFIX_INDEXES.names(),
         "hash",
-        "reuse the KV blocks of an equal beginning: chained block hashes (V1)",
+        "reuse the KV blocks of an equal beginning: by chained block hashes (V1), or in a tree (SGLang)",
         chapter="09",
         workload="shared_prefix",
         metric="ttft_p50",
@@ -113,6 +128,16 @@ FEATURES: tuple[Feature, ...] = (
         chapter="09",
         workload="shared_prefix",
         metric="host_ms",
+    ),
+    Feature(
+        "preemption",
+        "kv.preemption",
+        PREEMPTIONS.names(),
+        "recompute",
+        "what becomes of a preempted request's KV: computed again (V1), moved to host memory (V0), or the cheaper one",
+        chapter="08",
+        workload="memory_pressure",
+        metric="throughput",
     ),
     Feature(
         "inputs",
@@ -172,4 +197,10 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 
-CONFLICTS: tuple[Conflict, ...] = ()
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        ("scheduler", "phased"),
+        ("chunked_prefill", True),
+        "V0's scheduler computes a prompt whole: a step is all prefill or all decode",
+    ),
+)

@@ -138,6 +138,7 @@ class EngineRequest(msgspec.Struct, array_like=True, gc=False):
     priority: int = 0  # smaller is served earlier
     adapter: str = ""
     cache_salt: str = ""  # requests share prefix-cache blocks only within one salt
+    group: str = ""  # requests that are sequences of one prompt (n > 1) name the same group, and arrive together
 
 
 @dataclass(slots=True, eq=False)
@@ -152,6 +153,7 @@ class Request:
     priority: int = 0
     adapter: str = ""
     cache_salt: str = ""
+    group: str = ""
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache
     num_cached_tokens: int = 0  # of these, how many the prefix cache gave at the first admission
     num_preemptions: int = 0
@@ -170,6 +172,7 @@ class Request:
             priority=er.priority,
             adapter=er.adapter,
             cache_salt=er.cache_salt,
+            group=er.group,
         )
 
     @property

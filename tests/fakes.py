@@ -22,6 +22,8 @@ from minivllm.scheduler.base import Limits
 
 VOCAB = 100
 EOS = 7
+NUM_HOST_BLOCKS = 12  # few, so that the host is full at times
+COSTS = {"seconds_per_token": 1e-3, "seconds_per_block": 1e-3}  # what is worth moving: more than half a block of 4
 
 
 def next_token(tokens: list[int], positions: list[int] | None = None) -> int:
@@ -50,11 +52,15 @@ class FakeWorker:
         self.padding = padding  # dummy token rows in each batch
         num_slots = (sizes.spare_block + 1) * sizes.block_size
         self.kv = np.full((2, num_slots), -1, np.int64)  # token id and position of each slot
+        self.host = np.full((2, NUM_HOST_BLOCKS * sizes.block_size), -1, np.int64)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         for req_id in plan.leaves:
             self.rows.leave(req_id)
         self.inputs.apply(plan, [self.rows.join(join.req_id) for join in plan.joins])
+        self._move(self.kv, self.host, plan.swap_out)
+        self._move(self.host, self.kv, plan.swap_in)
+        self._move(self.kv, self.kv, plan.copies)
         if not plan.num_tokens:
             return StepOutput()
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens + self.padding))
@@ -65,6 +71,12 @@ class FakeWorker:
             assert at == batch.query_start[r + 1] - 1
         self.inputs.append(batch, np.array(tokens, np.int64))
         return StepOutput({batch.req_ids[r]: [t] for r, t in zip(batch.sample_requests.tolist(), tokens, strict=True)})
+
+    def _move(self, source: np.ndarray, target: np.ndarray, moves: list[tuple[int, int]]) -> None:
+        size = self.sizes.block_size
+        content = [source[:, a * size : (a + 1) * size].copy() for a, _ in moves]  # one batch: reads before writes
+        for (_, b), block in zip(moves, content, strict=True):
+            target[:, b * size : (b + 1) * size] = block
 
     def _sample(self, batch, r: int) -> int:
         block_size = self.sizes.block_size
@@ -103,7 +115,7 @@ class FakeEngine:
         self.config = config = EngineConfig.build("v1", overrides)
         capacity = num_blocks * config.kv.block_size
         self.max_model_len = max_model_len or min(capacity, 512)
-        self.kv = build_kv(config, num_blocks)
+        self.kv = build_kv(config, num_blocks, NUM_HOST_BLOCKS, COSTS)
         limits = Limits(
             config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, capacity
         )
@@ -115,9 +127,10 @@ class FakeEngine:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
 
-    def add(self, req_id: str, prompt: list[int], priority: int = 0, cache_salt: str = "", **params) -> SamplingParams:
+    def add(self, req_id: str, prompt: list[int], priority: int = 0, cache_salt: str = "", group: str = "", **params):
+        """The request's SamplingParams."""
         params = SamplingParams(temperature=0.0, eos_token_ids=(EOS,), **params)
-        self.core.add(EngineRequest(req_id, prompt, params, self.now, priority=priority, cache_salt=cache_salt))
+        self.core.add(EngineRequest(req_id, prompt, params, self.now, priority, "", cache_salt, group))
         self.tokens[req_id] = []
         return params
 

@@ -53,11 +53,14 @@ class AttentionBackend(Protocol):
     """
 
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]]
+    block_axis: ClassVar[int]  # which dimension of kv_shape() counts blocks
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None: ...
 
-    def kv_shape(self, spec: KVSpec, num_blocks: int) -> tuple[int, ...]: ...
+    def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Of one layer's cache with so many blocks: the device's, or the host's that blocks are swapped to."""
+        ...
 
     def prepare(self, batch: InputBatch) -> Any:
         """Once a step: whatever all layers share (index tensors, masks, the split into decodes and prefills)."""

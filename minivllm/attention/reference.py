@@ -33,17 +33,20 @@ class _Meta(NamedTuple):
 
 class ReferenceAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    block_axis: ClassVar[int] = 1
 
     def __init__(
         self,
         layers: list[AttentionSpec],
-        block_size: int,
+        spec: KVSpec,
+        num_blocks: int,
         device: torch.device,
         compute_dtype: torch.dtype = torch.float32,
     ):
         for layer in layers:
             assert layer.num_heads % layer.num_kv_heads == 0, layer
-        self.block_size = block_size
+        self.spec = spec
+        self.block_size = spec.block_size
         self.device = device
         self.compute_dtype = compute_dtype
 
@@ -51,8 +54,8 @@ class ReferenceAttention:
     def unavailable(cls, device: torch.device) -> str | None:
         return None
 
-    def kv_shape(self, spec: KVSpec, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+    def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_size)
 
     def prepare(self, batch: InputBatch) -> _Meta:
         requests = []

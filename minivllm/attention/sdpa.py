@@ -40,24 +40,24 @@ class _Meta(NamedTuple):
 
 class SDPAAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    block_axis: ClassVar[int] = 2
 
-    def __init__(self, layers: list[AttentionSpec], block_size: int, device: torch.device):
+    def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
         for layer in layers:
             assert layer.num_heads % layer.num_kv_heads == 0, layer
         self.specs = list(dict.fromkeys(layers))
-        self.block_size = block_size
+        self.spec = spec
         self.device = torch.device(device)
+        self.matmul_dtype = matmul_dtype(spec.dtype, self.device)
+        self.zero = torch.zeros((), dtype=self.matmul_dtype, device=self.device)
+        self.planner = Planner(spec.block_size, num_blocks, spec.dtype, self.matmul_dtype, self.device)
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
         return None
 
-    def kv_shape(self, spec: KVSpec, num_blocks: int) -> tuple[int, ...]:
-        """Also tells the backend its pool: prepare() makes indices into it, and masks of its dtype."""
-        self.matmul_dtype = matmul_dtype(spec.dtype, self.device)
-        self.zero = torch.zeros((), dtype=self.matmul_dtype, device=self.device)
-        self.planner = Planner(self.block_size, num_blocks, spec.dtype, self.matmul_dtype, self.device)
-        return (2, spec.num_kv_heads, num_blocks, spec.block_size, spec.head_size)
+    def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (2, self.spec.num_kv_heads, num_blocks, self.spec.block_size, self.spec.head_size)
 
     def prepare(self, batch: InputBatch) -> _Meta:
         slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)

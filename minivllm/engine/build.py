@@ -5,7 +5,7 @@ Everything below receives built objects, so that "which part is it?" is answered
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,17 +48,23 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         max_model_len=facts.max_model_len,
         kv_capacity=capacity,
     )
-    scheduler = build_scheduler(config, build_kv(config, facts.num_blocks), limits)
+    costs = executor.call("measure_costs")[0] if config.kv.preemption == "auto" else None
+    kv = build_kv(config, facts.num_blocks, facts.num_host_blocks, costs)
+    scheduler = build_scheduler(config, kv, limits)
     core = EngineCore(scheduler, executor, observers, check=config.debug.check)
     for observer in observers:
         observer.on_start(config.flat(), facts.info)
     return Engine(config, core, facts.decisions, facts.max_model_len, facts.model_name, facts.tokenizer_dir, facts.info)
 
 
-def build_kv(config: EngineConfig, num_blocks: int) -> PagedKVManager:
+def build_kv(
+    config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, costs: Mapping[str, float] | None = None
+) -> PagedKVManager:
+    """costs: seconds_per_token and seconds_per_block, as measured; what kv.preemption=auto weighs."""
     key_hash = features.KEY_HASHES.get(config.kv.hash)
     index = features.PREFIX_INDEXES.get(config.kv.prefix)(key_hash=key_hash, seed=config.kv.hash_seed)
-    return PagedKVManager(num_blocks, config.kv.block_size, index)
+    policy = features.PREEMPTIONS.get(config.kv.preemption)(**(costs or {}))
+    return PagedKVManager(num_blocks, config.kv.block_size, index, num_host_blocks, policy)
 
 
 def build_scheduler(config: EngineConfig, kv: PagedKVManager, limits: Limits) -> Scheduler:

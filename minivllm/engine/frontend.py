@@ -66,9 +66,10 @@ class FrontEnd:
         now = time.monotonic()
         each = children(resolved)
         ids = child_ids(request_id, len(each))
+        group = request_id if len(each) > 1 else ""
         self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
         return [
-            EngineRequest(req_id, token_ids, child, now, priority=priority, cache_salt=cache_salt)
+            EngineRequest(req_id, token_ids, child, now, priority, cache_salt=cache_salt, group=group)
             for req_id, child in zip(ids, each, strict=True)
         ]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from minivllm.plan import StepPlan
 from minivllm.request import Request
 
 BlockKey = Hashable  # what a prefix index knows a full block by; equal keys mean equal tokens from the very beginning
@@ -18,19 +19,39 @@ class KVUsage:
     num_total: int
     num_free: int
     num_cached: int = 0
+    block_size: int = 1  # tokens a block
+
+
+@dataclass(slots=True)
+class Moves:
+    """What must happen to blocks before the next forward; the columns of the same names in StepPlan."""
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def drain(self, plan: StepPlan) -> None:
+        """Hand everything over to the plan."""
+        for name in ("swap_out", "swap_in", "copies", "notes"):
+            column = getattr(self, name)
+            getattr(plan, name).extend(column)
+            column.clear()
 
 
 class KVManager(Protocol):
     """paged | contiguous ... Tokens and lengths in, block ids out; no tensors."""
 
     def lookup(self, req: Request) -> int:
-        """How many leading tokens of req are in the cache: whole blocks, and fewer than req.num_tokens."""
+        """How many leading tokens of req need not be computed: fewer than req.num_tokens, and whole blocks unless they
+        are what free(keep=True) kept."""
         ...
 
     def allocate(self, req: Request, new_tokens: int, lookahead: int = 0) -> Sequence[int] | None:
         """Room for new_tokens more (and `lookahead` drafts after them): the blocks that req's table gains, or None.
 
-        All or nothing. A request's first allocation follows its lookup and starts with the blocks found there.
+        All or nothing. A request's first allocation follows its lookup and starts with the blocks found there. Moves
+        and copies of blocks that this takes wait in `moves` for the plan.
         """
         ...
 
@@ -38,14 +59,17 @@ class KVManager(Protocol):
         """Publish the full blocks of req's computed tokens. The only publisher, so a draft is never published."""
         ...
 
-    def free(self, req: Request) -> None:
-        """Give back req's blocks, tail first, so that prefixes outlive suffixes. A request without blocks is no
-        error."""
+    def free(self, req: Request, keep: bool = False) -> None:
+        """Give back req's blocks, tail first, so that prefixes outlive suffixes. A request without blocks is no error.
+
+        keep: req was preempted and will come back, so its KV may be kept elsewhere. lookup() then finds it.
+        """
         ...
 
     def check(self) -> None: ...
 
     usage: KVUsage
+    moves: Moves
 
 
 class PrefixIndex(Protocol):

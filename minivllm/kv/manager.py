@@ -1,11 +1,16 @@
-"""PagedKVManager: block tables that grow on demand, share prefixes and give everything back.
+"""PagedKVManager: block tables that grow on demand, share what is equal and give everything back.
 
 A request holds ceil(tokens / block_size) blocks and no more, so it wastes less than one block (the PagedAttention
 paper, Kwon et al. 2023, section 4). For a request with num_computed = c and n tokens in this step:
 
-    | cached prefix | computed earlier |  n new  | lookahead |
-    0           lookup()               c       c+n          the table covers this far, rounded up to a block
-    |------ published by commit() -----|  only full blocks of computed, final tokens
+    | found by lookup() | computed earlier |  n new  | lookahead |
+    0                                      c       c+n          the table covers this far, rounded up to a block
+    |---------- published by commit() -----|  only full blocks of computed, final tokens
+
+Three things may be found: blocks of an equal prefix, a relative's blocks (fork), or the request's own KV on the host
+(swap). A block that several tables name is never written: a request that starts in the middle of such a block gets a
+copy of it when it is admitted, because its first token will be written there (copy-on-write; vLLM V0 copied at the
+write itself, as often, but had to search the tables for it in every step).
 
 The manager knows nothing of phases, policies or devices.
 """
@@ -14,37 +19,62 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from minivllm.kv.base import KVUsage, PrefixIndex
+from minivllm.kv.base import KVUsage, Moves, PrefixIndex
 from minivllm.kv.pool import BlockPool
+from minivllm.kv.swap import Recompute, SwapPolicy, SwapSpace
 from minivllm.request import Request
 
 
 @dataclass(slots=True)
 class Table:
-    """One request's blocks, in token order. The first num_published are in the prefix index."""
+    """One request's blocks, in token order. The first num_published need no publishing any more."""
 
     blocks: list[int]
     num_published: int
 
 
+class Found(NamedTuple):
+    """Blocks on the device that a request may start from."""
+
+    blocks: list[int]
+    num_tokens: int
+
+
+NOTHING = Found([], 0)
+
+
 class PagedKVManager:
-    def __init__(self, num_blocks: int, block_size: int, index: PrefixIndex):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        index: PrefixIndex,
+        num_host_blocks: int = 0,
+        swap_policy: SwapPolicy | None = None,
+    ):
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = index
         self.tables: dict[str, Table] = {}
-        self.usage = KVUsage(num_total=num_blocks, num_free=num_blocks)
-        self._found: dict[str, list[int]] = {}  # what lookup() promised to the allocate() that follows it
+        self.usage = KVUsage(num_total=num_blocks, num_free=num_blocks, block_size=block_size)
+        self.moves = Moves()
+        self.swap = SwapSpace(num_host_blocks, swap_policy or Recompute(), self.moves)
+        self._found: dict[str, Found] = {}  # what lookup() or fork() promised to the allocate() that follows
+
+    # --- the KVManager Protocol
 
     def lookup(self, req: Request) -> int:
+        if (kept := self.swap.kept.get(req.id)) is not None:
+            return kept.num_tokens
         if req.params.prompt_logprobs is not None:
             return 0  # their logits must be computed, and a cached token gives none
         # A prompt found whole would leave nothing to compute and so no logits: its last token is always computed.
         num_blocks = (req.num_tokens - 1) // self.block_size
-        found = self.index.match(self.index.keys(req, num_blocks, self.block_size)[:num_blocks])
-        self._found[req.id] = found
-        return len(found) * self.block_size
+        blocks = self.index.match(self.index.keys(req, num_blocks, self.block_size)[:num_blocks])
+        self._found[req.id] = Found(blocks, len(blocks) * self.block_size)
+        return len(blocks) * self.block_size
 
     def allocate(self, req: Request, new_tokens: int, lookahead: int = 0) -> Sequence[int] | None:
         table = self.tables.get(req.id)
@@ -59,20 +89,6 @@ class PagedKVManager:
         table.blocks += new
         return new
 
-    def _admit(self, req: Request, new_tokens: int) -> list[int] | None:
-        found = self._found.pop(req.id, [])
-        missing = self._blocks_for(len(found) * self.block_size + new_tokens) - len(found)
-        # A found block that is free now will not be free once it is touched.
-        num_found_free = sum(self.pool.ref_counts[block] == 0 for block in found)
-        if missing > self.pool.num_free - num_found_free:
-            return None
-        for block in found:
-            self.pool.touch(block)
-        self.usage.num_cached -= num_found_free
-        blocks = found + self._take(missing)
-        self.tables[req.id] = Table(blocks, num_published=len(found))
-        return list(blocks)
-
     def commit(self, req: Request) -> None:
         table = self.tables[req.id]
         full = req.num_computed_tokens // self.block_size
@@ -82,14 +98,42 @@ class PagedKVManager:
         self.index.publish(keys, table.num_published, table.blocks[table.num_published : full])
         table.num_published = full
 
-    def free(self, req: Request) -> None:
+    def free(self, req: Request, keep: bool = False) -> None:
         self._found.pop(req.id, None)
+        self.swap.forget(req)
         table = self.tables.pop(req.id, None)
         if table is None:
             return
+        if keep:
+            used = self._blocks_for(req.num_computed_tokens)
+            self.swap.keep(req, table.blocks[:used], table.num_published)
         freed = self.pool.release(reversed(table.blocks))
         self.usage.num_cached += sum(block in self.index for block in freed)
         self.usage.num_free = self.pool.num_free
+
+    def check(self) -> None:
+        self.pool.check()
+        self.swap.check()
+        named = [0] * self.pool.num_blocks
+        for table in self.tables.values():
+            assert len(table.blocks) == len(set(table.blocks)), "a table names a block twice"
+            for block in table.blocks:
+                named[block] += 1
+        assert named == self.pool.ref_counts, "a reference count differs from the tables that name the block"
+        assert not self.swap.kept.keys() & self.tables.keys(), "a request is on the host and on the device"
+        cached = sum(block in self.index for block in self.pool.free_list())
+        expected = KVUsage(self.pool.num_blocks, self.pool.num_free, cached, self.block_size)
+        assert self.usage == expected, f"usage says {self.usage}, the pool {expected}"
+
+    # --- capabilities of the paged manager
+
+    def fork(self, parent: Request, child: Request) -> int:
+        """Like lookup(child), but what is found is the parent's KV, without a copy: all computed tokens that both have,
+        short of the child's last one. Nothing is held until allocate(child)."""
+        num_tokens = min(parent.num_computed_tokens, child.num_tokens - 1)
+        blocks = self.tables[parent.id].blocks[: self._blocks_for(num_tokens)]
+        self._found[child.id] = Found(blocks, num_tokens)
+        return num_tokens
 
     def forget_cached(self) -> None:
         """Evict every reusable prefix that no request names (failure injection; also: the weights have changed)."""
@@ -97,17 +141,47 @@ class PagedKVManager:
             self.index.drop(block)
         self.usage.num_cached = 0
 
-    def check(self) -> None:
-        self.pool.check()
-        named = [0] * self.pool.num_blocks
-        for table in self.tables.values():
-            assert len(table.blocks) == len(set(table.blocks)), "a table names a block twice"
-            for block in table.blocks:
-                named[block] += 1
-        assert named == self.pool.ref_counts, "a reference count differs from the tables that name the block"
-        cached = sum(block in self.index for block in self.pool.free_list())
-        expected = KVUsage(self.pool.num_blocks, self.pool.num_free, cached)
-        assert self.usage == expected, f"usage says {self.usage}, the pool {expected}"
+    # --- inside
+
+    def _admit(self, req: Request, new_tokens: int) -> list[int] | None:
+        if req.id in self.swap.kept:
+            return self._return(req, new_tokens)
+        found = self._found.pop(req.id, NOTHING)
+        shares_last = found.num_tokens % self.block_size != 0  # then the first write goes to somebody else's block
+        missing = self._blocks_for(found.num_tokens + new_tokens) - len(found.blocks)
+        # A found block that is free now will not be free once it is touched.
+        num_found_free = sum(self.pool.ref_counts[block] == 0 for block in found.blocks)
+        if missing + shares_last > self.pool.num_free - num_found_free:
+            return None
+        for block in found.blocks:
+            self.pool.touch(block)
+        self.usage.num_cached -= num_found_free
+        blocks = list(found.blocks)
+        if shares_last:
+            self._copy_on_write(blocks)
+        blocks += self._take(missing)
+        self.tables[req.id] = Table(blocks, num_published=found.num_tokens // self.block_size)
+        return list(blocks)
+
+    def _return(self, req: Request, new_tokens: int) -> list[int] | None:
+        """From the host back to the device, grown by what the step needs."""
+        kept = self.swap.kept[req.id]
+        num_back = self.swap.num_missing(req)
+        num_grown = self._blocks_for(kept.num_tokens + new_tokens) - len(kept.blocks)
+        if num_back + num_grown > self.pool.num_free:
+            return None
+        back = self.swap.bring(req, self._take(num_back), self.pool)
+        back.blocks += self._take(num_grown)
+        self.tables[req.id] = Table(back.blocks, back.num_published)
+        return list(back.blocks)
+
+    def _copy_on_write(self, blocks: list[int]) -> None:
+        """Replace the last block, which others name too, by a private copy."""
+        shared = blocks.pop()
+        blocks += self._take(1)
+        self.moves.copies.append((shared, blocks[-1]))
+        freed = self.pool.release([shared])
+        assert not freed, "a block that nobody shared was copied"
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -59,7 +59,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     torch.zeros writes every page at once; on the CPU pages come from calloc instead, so that the pool costs start-up
     time and memory only as far as it is used.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)

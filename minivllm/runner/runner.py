@@ -1,8 +1,8 @@
 """ModelRunner: one plan in, one output out, in eight named steps.
 
 Be paranoid about changing this file. It knows no feature by name: what a request wants beyond its next token lives in
-the parts that the runner is built from (sampler, prompt log-probabilities, input builder, attention backend), each of
-which keeps its own rows. The less common a feature, the further from here it belongs.
+the parts that the runner is built from (sampler, prompt log-probabilities, block moves, input builder, attention
+backend), each of which keeps its own state. The less common a feature, the further from here it belongs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from minivllm.attention.base import AttentionBackend
 from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.runner.batch import InputBatch
+from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.forward import ForwardRunner
 from minivllm.runner.inputs import InputBuilder, Rows
 from minivllm.runner.prompt_logprobs import PromptLogprobs
@@ -34,14 +35,16 @@ class ModelRunner:
     rows: Rows
     sampler: Sampler
     prompt_logprobs: PromptLogprobs
+    block_moves: BlockMoves
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
         self._leave_and_join(plan)  # 1
+        self.block_moves(plan)  # 2
         if not plan.num_tokens:
             return StepOutput()
-        batch = self._prepare(plan)  # 2
-        hidden = self._run_model(batch)  # 3, 4
+        batch = self._prepare(plan)  # 3
+        hidden = self.run_model(batch)  # 4
         prompt_logprobs = self.prompt_logprobs(plan, batch, hidden)  # 5
         if not len(batch.sample_tokens):
             return StepOutput(prompt_logprobs=prompt_logprobs)
@@ -64,7 +67,7 @@ class ModelRunner:
         key = self.forward.key_for(len(plan.num_tokens), plan.total_tokens, max(plan.num_tokens.values()))
         return self.inputs.build(plan, key)
 
-    def _run_model(self, batch: InputBatch) -> Tensor:
+    def run_model(self, batch: InputBatch) -> Tensor:
         meta = self.attention.prepare(batch)
         context = ForwardContext(self.attention, meta, self.kv_caches, self.model.attention_layers)
         with forward_context(context):

@@ -12,20 +12,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from minivllm.attention.base import KVSpec
+from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
 from minivllm.attention.select import choose as choose_attention
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
-from minivllm.loading import load_model
+from minivllm.loading import LoadedModel, load_model
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
+from minivllm.runner.batch import InputBatch
+from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.inputs import InputSizes, Rows
-from minivllm.runner.memory import choose_max_model_len, size_pool, zeros
+from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,7 @@ class WorkerFacts:
     """What the control plane and the front end need to know of a worker."""
 
     num_blocks: int
+    num_host_blocks: int
     max_model_len: int
     max_num_batched_tokens: int
     model_name: str
@@ -44,63 +55,107 @@ class WorkerFacts:
 class Worker:
     def __init__(self, config: EngineConfig, attention: Registry, forwards: Registry, inputs: Registry):
         begin = time.perf_counter()
+        self.config = config
         self.decisions: list[Decision] = []
-        device = self._decide("model.device", *choose_device(config.model.device))
-        if device.type == "cpu":
+        self.device = self._decide("model.device", *choose_device(config.model.device))
+        if self.device.type == "cpu":
             torch.set_num_threads(self._decide("executor.num_threads", *choose_threads(config.executor.num_threads)))
-        dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, device))
-        loaded = load_model(
-            config.model.path, dtype=dtype, device=device, seed=config.model.seed, tokenizer=config.model.tokenizer
-        )
-        model = loaded.model
+        self.dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, self.device))
+        loaded = self._load()
+        name, backend_class = self._choose_attention(loaded.model.attention_layers, attention)
+        kv_spec = self._kv_spec(loaded.model.attention_layers)
+        sizes = self._size(kv_spec, loaded.spec.max_position)
+        backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
+        self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs)
+        self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
+
+    def _load(self) -> LoadedModel:
+        asked = self.config.model
+        loaded = load_model(asked.path, self.dtype, self.device, seed=asked.seed, tokenizer=asked.tokenizer)
         self._decide("model.linear", *loaded.linear)
-        backend_class, (_, reason) = choose_attention(
-            config.runner.attention, device, model.attention_layers, attention
-        )
-        name = next(n for n in attention.names() if attention.get(n) is backend_class)
-        self._decide("runner.attention", name, reason)
-        layer = model.attention_layers[0]
-        spec = KVSpec(len(model.attention_layers), layer.num_kv_heads, layer.head_size, config.kv.block_size, dtype)
-        num_blocks, decision = size_pool(config, spec, device, config.model.max_model_len or loaded.spec.max_position)
+        return loaded
+
+    def _choose_attention(self, layers: list[AttentionSpec], registry: Registry) -> tuple[str, type[AttentionBackend]]:
+        backend_class, choice = choose_attention(self.config.runner.attention, self.device, layers, registry)
+        self._decide("runner.attention", choice.name, choice.reason)
+        return choice.name, backend_class
+
+    def _kv_spec(self, layers: list[AttentionSpec]) -> KVSpec:
+        first = layers[0]
+        return KVSpec(len(layers), first.num_kv_heads, first.head_size, self.config.kv.block_size, self.dtype)
+
+    def _size(self, spec: KVSpec, model_limit: int) -> Sizes:
+        """The pools and the longest request that they allow."""
+        kv, longest = self.config.kv, self.config.model.max_model_len or model_limit
+        num_blocks, decision = size_pool(self.config, spec, self.device, longest)
         self.decisions.append(decision)
-        max_model_len, decision = choose_max_model_len(
-            config, loaded.spec.max_position, num_blocks * config.kv.block_size
-        )
+        max_model_len, decision = choose_max_model_len(self.config, model_limit, num_blocks * kv.block_size)
         self.decisions.append(decision)
-        max_num_batched_tokens = self._choose_budget(config, max_model_len)
-        backend = backend_class(model.attention_layers, config.kv.block_size, device)
-        shape = backend.kv_shape(spec, num_blocks + 1)  # one spare block takes the K and V of padding tokens
-        sizes = InputSizes(config.scheduler.max_num_seqs, max_model_len, config.kv.block_size, num_blocks)
-        self.runner = ModelRunner(
+        # Nothing is swapped where preemption always recomputes.
+        num_host_blocks = 0 if kv.preemption == "recompute" else parse_size(kv.swap_memory) // spec.bytes_per_block
+        return Sizes(num_blocks, num_host_blocks, max_model_len)
+
+    def _build_runner(
+        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, forwards: Registry, inputs: Registry
+    ) -> ModelRunner:
+        config, model, max_rows = self.config, loaded.model, self.config.scheduler.max_num_seqs
+        layers = model.attention_layers
+        # One spare block takes the K and V of padding tokens.
+        device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), self.dtype, self.device) for _ in layers]
+        host_shape = backend.kv_shape(sizes.num_host_blocks)
+        host_caches = [zeros(host_shape, self.dtype, torch.device("cpu")) for _ in layers]
+        input_sizes = InputSizes(max_rows, sizes.max_model_len, config.kv.block_size, sizes.num_blocks)
+        return ModelRunner(
             model=model,
-            forward=forwards.get(config.runner.forward)(model, device),
+            forward=forwards.get(config.runner.forward)(model, self.device),
             attention=backend,
-            kv_caches=[zeros(shape, dtype, device) for _ in model.attention_layers],
-            inputs=inputs.get(config.runner.inputs)(sizes),
-            rows=Rows(config.scheduler.max_num_seqs),
-            sampler=Sampler(loaded.spec.vocab_size, config.scheduler.max_num_seqs, device),
+            kv_caches=device_caches,
+            inputs=inputs.get(config.runner.inputs)(input_sizes),
+            rows=Rows(max_rows),
+            sampler=Sampler(loaded.spec.vocab_size, max_rows, self.device),
             prompt_logprobs=PromptLogprobs(model.logits),
+            block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
         )
-        self._facts = WorkerFacts(
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
+
+    def _collect(
+        self, loaded: LoadedModel, attention: str, spec: KVSpec, sizes: Sizes, load_seconds: float
+    ) -> WorkerFacts:
+        max_num_batched_tokens = self._choose_budget(self.config, sizes.max_model_len)
+        info = {
+            "model": loaded.name,
+            "device": str(self.device),
+            "vocab_size": loaded.spec.vocab_size,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": attention,
+            "num_blocks": sizes.num_blocks,
+            "num_host_blocks": sizes.num_host_blocks,
+            "block_size": spec.block_size,
+            "kv_tokens": sizes.num_blocks * spec.block_size,
+            "max_model_len": sizes.max_model_len,
+            "load_seconds": round(load_seconds, 3),
+        }
+        return WorkerFacts(
+            num_blocks=sizes.num_blocks,
+            num_host_blocks=sizes.num_host_blocks,
+            max_model_len=sizes.max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             model_name=loaded.name,
             tokenizer_dir=loaded.tokenizer_dir,
             decisions=self.decisions,
-            info={
-                "model": loaded.name,
-                "device": str(device),
-                "vocab_size": loaded.spec.vocab_size,
-                "dtype": str(dtype).removeprefix("torch."),
-                "attention": name,
-                "num_blocks": num_blocks,
-                "block_size": config.kv.block_size,
-                "kv_tokens": num_blocks * config.kv.block_size,
-                "max_model_len": max_model_len,
-                "load_seconds": round(time.perf_counter() - begin, 3),
-            },
+            info=info,
         )
+
+    def measure_costs(self) -> dict[str, float]:
+        """What a preemption costs here: seconds_per_token to recompute, seconds_per_block to move one way."""
+        with torch.inference_mode():
+            costs = {
+                "seconds_per_token": measure_prefill(self.runner, self._facts.num_blocks, self.config.kv.block_size),
+                "seconds_per_block": self.runner.block_moves.measure(),
+            }
+        shown = f"a token recomputed in {1e3 * costs['seconds_per_token']:.3f} ms"
+        reason = f"measured: {shown}, a block moved in {1e3 * costs['seconds_per_block']:.3f} ms"
+        self._decide("kv.preemption", "auto", reason)
+        return costs
 
     def facts(self) -> WorkerFacts:
         return self._facts
@@ -119,6 +174,32 @@ class Worker:
             return budget
         reason = "without chunked prefill one step must be able to take the longest request"
         return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
+
+
+def measure_prefill(runner: ModelRunner, spare_block: int, block_size: int, num_tokens: int = 128) -> float:
+    """Seconds a token of a prefill, the faster of two tries. Writes only to the spare block."""
+    tokens = np.arange(num_tokens) % 100
+    batch = InputBatch(
+        req_ids=["measure"],
+        rows=np.zeros(1, np.int64),
+        token_ids=tokens,
+        positions=np.arange(num_tokens),
+        slot_mapping=spare_block * block_size + np.arange(num_tokens) % block_size,
+        query_start=np.array([0, num_tokens], np.int32),
+        seq_lens=np.array([num_tokens], np.int32),
+        block_tables=np.full((1, -(-num_tokens // block_size)), spare_block, np.int32),
+        sample_tokens=np.array([num_tokens - 1]),
+        sample_requests=np.array([0]),
+        num_tokens=num_tokens,
+        max_query=num_tokens,
+        max_seq=num_tokens,
+    )
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        runner.run_model(batch).sum().item()  # item() waits for the device
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) / num_tokens
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:

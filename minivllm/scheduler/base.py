@@ -10,6 +10,7 @@ or a token's meaning, and two runs over the same calls make the same plans.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -18,6 +19,7 @@ from minivllm.errors import BadRequest, NeverFits
 from minivllm.kv.base import KVManager
 from minivllm.plan import Delta, Join, StepOutput, StepPlan, StepStats
 from minivllm.request import Request
+from minivllm.scheduler.admission import Admission, AdmitAll
 from minivllm.scheduler.policy import FCFS, Policy
 
 _order = attrgetter("order")
@@ -52,11 +54,19 @@ class Scheduler(Protocol):
 class SchedulerBase:
     """All of a Scheduler but schedule()."""
 
-    def __init__(self, kv: KVManager, limits: Limits, policy: Policy | None = None, chunked_prefill: bool = True):
+    def __init__(
+        self,
+        kv: KVManager,
+        limits: Limits,
+        policy: Policy | None = None,
+        chunked_prefill: bool = True,
+        admission: Admission | None = None,
+    ):
         self.kv = kv
         self.limits = limits
         self.policy = policy or FCFS()
         self.chunked_prefill = chunked_prefill
+        self.admission = admission or AdmitAll()
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in service order
         self.waiting: list[Request] = []  # in reverse service order: the next one is at the end
@@ -102,8 +112,7 @@ class SchedulerBase:
                 f"max_model_len is {limits.max_model_len} tokens",
                 "prompt",
             )
-        # The last token of all is never fed back, so it needs no slot.
-        longest = min(prompt + (req.params.max_tokens or limits.max_model_len), limits.max_model_len) - 1
+        longest = self._longest(req)
         if longest > limits.kv_capacity:
             raise NeverFits(
                 f"prompt and output may reach {longest} tokens; the KV pool holds {limits.kv_capacity}. "
@@ -118,20 +127,64 @@ class SchedulerBase:
                 "max_tokens",
             )
 
+    def _longest(self, req: Request) -> int:
+        """KV slots that req may come to need. The last token of all is never fed back, so it needs none."""
+        limit = self.limits.max_model_len
+        return min(req.num_prompt_tokens + (req.params.max_tokens or limit), limit) - 1
+
     def _enqueue(self, req: Request) -> None:
         insort(self.waiting, req, key=lambda r: _Reversed(r.order))
 
     # --- planning, for schedule()
 
     def preempt(self, req: Request) -> None:
-        """Take a running request's blocks away; it returns to its place in the queue and is recomputed later."""
+        """Take a running request's blocks away. It goes back to its place in the queue."""
         removed = _remove(self.running, req)
         assert removed, f"{req.id} is not running"
-        self.kv.free(req)
+        self.kv.free(req, keep=True)
         self._leaves.append(req.id)
         req.num_computed_tokens = 0
         req.num_preemptions += 1
         self._enqueue(req)
+
+    def _schedule_running(self, plan: StepPlan, budget: int) -> int:
+        running, allocate = self.running, self.kv.allocate
+        i = 0
+        while budget and i < len(running):  # preemption shortens the list at its end
+            req = running[i]
+            start = req.num_computed_tokens
+            new_tokens = min(len(req.token_ids) - start, budget)
+            blocks = allocate(req, new_tokens)
+            if blocks is None:
+                blocks = self._make_room(plan, req, new_tokens)
+                if blocks is None:
+                    break
+            plan.num_tokens[req.id] = new_tokens
+            plan.start[req.id] = start
+            if blocks:
+                plan.new_blocks[req.id] = list(blocks)
+            budget -= new_tokens
+            i += 1
+        return budget
+
+    def _make_room(self, plan: StepPlan, req: Request, new_tokens: int) -> Sequence[int] | None:
+        """Preempt from the end of `running` until req's tokens fit. None if req itself had to go."""
+        while True:
+            victims = self._victims()
+            for victim in victims:
+                self.preempt(victim)
+                plan.leaves.append(self._leaves.pop())
+                for column in (plan.num_tokens, plan.start, plan.new_blocks):  # a relative of req may be in the plan
+                    column.pop(victim.id, None)
+            plan.stats.num_preempted += len(victims)
+            if req in victims:
+                return None
+            if (blocks := self.kv.allocate(req, new_tokens)) is not None:
+                return blocks
+
+    def _victims(self) -> list[Request]:
+        """Who is preempted next."""
+        return self.running[-1:]
 
     def _new_plan(self) -> StepPlan:
         plan = StepPlan(step=self._num_steps, leaves=self._leaves)
@@ -140,20 +193,31 @@ class SchedulerBase:
         self._leaves = []
         return plan
 
-    def _admit(self, plan: StepPlan, req: Request, num_cached: int, new_tokens: int, blocks: list[int]) -> None:
-        """Move the head of the queue to `running` and into the plan."""
-        popped = self.waiting.pop()
-        assert popped is req
+    def _try_admit(self, plan: StepPlan, req: Request, num_found: int, new_tokens: int) -> bool:
+        """Move a waiting request to `running` and into the plan, if there is room. num_found: what lookup() said."""
+        if self.running and not self.admission.admits(req, new_tokens, self.running, self.kv.usage):
+            return False
+        blocks = self.kv.allocate(req, new_tokens)
+        if blocks is None:
+            return False
+        if self.waiting[-1] is req:
+            self.waiting.pop()
+        else:
+            self.waiting.remove(req)
         insort(self.running, req, key=_order)
         if req.num_preemptions == 0:
-            req.num_cached_tokens = num_cached
+            req.num_cached_tokens = num_found
+        plan.stats.prefix_queries += req.num_tokens
+        plan.stats.prefix_hits += num_found
         plan.joins.append(Join(req.id, list(req.token_ids), req.num_prompt_tokens, req.params, req.adapter))
         plan.num_tokens[req.id] = new_tokens
-        plan.start[req.id] = num_cached
-        plan.new_blocks[req.id] = blocks
+        plan.start[req.id] = num_found
+        plan.new_blocks[req.id] = list(blocks)
+        return True
 
     def _finish_plan(self, plan: StepPlan) -> StepPlan:
         limits, usage = self.limits, self.kv.usage
+        self.kv.moves.drain(plan)
         total = plan.total_tokens
         plan.stats = StepStats(
             num_running=len(self.running),

@@ -8,10 +8,7 @@ Sarathi: Agrawal et al. 2023). When blocks run out, the request served last give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from minivllm.plan import StepPlan
-from minivllm.request import Request
 from minivllm.scheduler.base import SchedulerBase
 
 
@@ -23,38 +20,6 @@ class UnifiedScheduler(SchedulerBase):
             self._schedule_waiting(plan, budget)
         return self._finish_plan(plan)
 
-    def _schedule_running(self, plan: StepPlan, budget: int) -> int:
-        running, allocate = self.running, self.kv.allocate
-        i = 0
-        while budget and i < len(running):  # preemption shortens the list at its end
-            req = running[i]
-            start = req.num_computed_tokens
-            new_tokens = min(len(req.token_ids) - start, budget)
-            blocks = allocate(req, new_tokens)
-            if blocks is None:
-                blocks = self._make_room(plan, req, new_tokens)
-                if blocks is None:
-                    break
-            plan.num_tokens[req.id] = new_tokens
-            plan.start[req.id] = start
-            if blocks:
-                plan.new_blocks[req.id] = list(blocks)
-            budget -= new_tokens
-            i += 1
-        return budget
-
-    def _make_room(self, plan: StepPlan, req: Request, new_tokens: int) -> Sequence[int] | None:
-        """Preempt from the end until req's tokens fit. None if req itself had to go."""
-        while True:
-            victim = self.running[-1]
-            self.preempt(victim)
-            plan.leaves.append(self._leaves.pop())
-            plan.stats.num_preempted += 1
-            if victim is req:
-                return None
-            if (blocks := self.kv.allocate(req, new_tokens)) is not None:
-                return blocks
-
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             req = self.waiting[-1]
@@ -64,10 +29,6 @@ class UnifiedScheduler(SchedulerBase):
                 if not self.chunked_prefill:
                     break
                 new_tokens = budget
-            blocks = self.kv.allocate(req, new_tokens)
-            if blocks is None:
+            if not self._try_admit(plan, req, num_cached, new_tokens):
                 break
-            plan.stats.prefix_queries += req.num_tokens
-            plan.stats.prefix_hits += num_cached
-            self._admit(plan, req, num_cached, new_tokens, list(blocks))
             budget -= new_tokens

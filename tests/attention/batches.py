@@ -84,10 +84,13 @@ class Case:
     def now(self) -> dict[int, tuple[int, int]]:
         return {r: (computed, computed + new) for r, (computed, new) in enumerate(self.requests)}
 
+    @property
+    def kv_spec(self) -> KVSpec:
+        return KVSpec(1, self.spec.num_kv_heads, self.spec.head_size, self.block_size, self.dtype)
+
     def cache(self, backend) -> Tensor:
         """A cache that is NaN wherever no request has written, and holds what was computed earlier."""
-        kv_spec = KVSpec(1, self.spec.num_kv_heads, self.spec.head_size, self.block_size, self.dtype)
-        kv = torch.full(backend.kv_shape(kv_spec, self.num_blocks + 1), torch.nan, dtype=self.dtype)
+        kv = torch.full(backend.kv_shape(self.num_blocks + 1), torch.nan, dtype=self.dtype)
         earlier = {r: (0, computed) for r, (computed, _) in enumerate(self.requests) if computed}
         if earlier:
             q, k, v = self.inputs(earlier)

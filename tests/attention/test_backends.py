@@ -20,7 +20,7 @@ MIXED = [(40, 1), (0, 7), (16, 1), (20, 13), (0, 1), (15, 17), (31, 1), (3, 2)] 
 
 
 def assert_right(backend_class, case: Case, **options) -> None:
-    backend = backend_class([case.spec], case.block_size, CPU, **options)
+    backend = backend_class([case.spec], case.kv_spec, case.num_blocks + 1, CPU, **options)
     out = case.run(backend)
     num_tokens = len(out) - case.padding
     torch.testing.assert_close(out[:num_tokens].double(), case.expected(), **ATTENTION[case.dtype])
@@ -153,7 +153,7 @@ def test_grouping_by_length_changes_no_result(sdpa_class, monkeypatch, window):
 def test_layers_of_different_windows_share_a_step():
     """Layers alternate in Gemma; prepare() serves them all."""
     near, far = Case(spec(window=8), MIXED), Case(spec(), MIXED)
-    backend = SDPAAttention([far.spec, near.spec] * 2, 16, CPU)
+    backend = SDPAAttention([far.spec, near.spec] * 2, far.kv_spec, far.num_blocks + 1, CPU)
     caches = [case.cache(backend) for case in (far, near)]
     meta = backend.prepare(far.batch(far.now))
     for case, kv in zip((far, near), caches, strict=True):
@@ -165,7 +165,7 @@ def test_layers_of_different_windows_share_a_step():
 
 def test_only_the_batchs_slots_are_written(backend_class):
     case = Case(spec(), MIXED, padding=2)
-    backend = backend_class([case.spec], case.block_size, CPU)
+    backend = backend_class([case.spec], case.kv_spec, case.num_blocks + 1, CPU)
     kv = case.cache(backend)
     before = kv.clone()
     case.run(backend, kv)
@@ -177,7 +177,7 @@ def test_only_the_batchs_slots_are_written(backend_class):
 
 def test_inputs_may_be_views_of_one_packed_projection(backend_class):
     case = Case(spec(), MIXED)
-    backend = backend_class([case.spec], case.block_size, CPU)
+    backend = backend_class([case.spec], case.kv_spec, case.num_blocks + 1, CPU)
     kv = case.cache(backend)
     q, k, v = torch.cat(case.inputs(case.now), dim=1).split([6, 2, 2], dim=1)
     out = torch.empty_like(q)
@@ -188,7 +188,7 @@ def test_inputs_may_be_views_of_one_packed_projection(backend_class):
 def test_the_builders_arrays_may_change_after_prepare(backend_class):
     """A batch's arrays are views of buffers that the next build() rewrites."""
     case = Case(spec(), MIXED)
-    backend = backend_class([case.spec], case.block_size, CPU)
+    backend = backend_class([case.spec], case.kv_spec, case.num_blocks + 1, CPU)
     kv, batch = case.cache(backend), case.batch(case.now)
     batch.block_tables = batch.block_tables.copy()
     meta = backend.prepare(batch)

@@ -11,8 +11,22 @@ Config = dict[str, Any]  # dotted field -> option
 
 
 def singles(axes: list[Feature]) -> list[Config]:
-    """Every option alone, the rest at their defaults."""
-    return [{feature.field: option} for feature in axes for option in feature.options if option != feature.default]
+    """Every option alone, the rest at their defaults or, where that is a declared conflict, at what it allows."""
+    configs = []
+    for feature in axes:
+        for option in feature.options:
+            if option != feature.default:
+                forced = [_allowed(other, (feature.name, option)) for other in axes if other is not feature]
+                configs.append(
+                    {feature.field: option} | {field: value for field, value, is_default in forced if not is_default}
+                )
+    return configs
+
+
+def _allowed(feature: Feature, chosen: tuple[str, Any]) -> tuple[str, Any, bool]:
+    options = [feature.default, *(o for o in feature.options if o != feature.default)]
+    option = next(o for o in options if not in_conflict([chosen, (feature.name, o)]))
+    return feature.field, option, option == feature.default
 
 
 def all_pairs(axes: list[Feature]) -> list[Config]:

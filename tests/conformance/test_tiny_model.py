@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from conformance.cover import all_pairs, axes, label
+from conformance.cover import all_pairs, label
 
 from minivllm import LLM, SamplingParams
+from minivllm.features import FEATURES
 
-AXES = axes("attention", "forward", "executor", "inputs", "prefix", "chunked_prefill", "preempt_every", "scheduler")
+AXES = list(FEATURES)
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
 SMALL["executor.num_threads"] = 1  # threads only get in each other's way on a model this small
 

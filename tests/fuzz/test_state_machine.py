@@ -5,23 +5,30 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from minivllm.errors import NeverFits
+
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from((12, 16, 40)),
         budget=st.sampled_from((1, 4, 7, 64)),
         max_num_seqs=st.sampled_from((1, 3, 8)),
-        prefix=st.sampled_from(("none", "hash")),
+        kind=st.sampled_from(("unified", "phased")),
+        prefix=st.sampled_from(("none", "hash", "radix")),
+        preemption=st.sampled_from(("recompute", "swap", "auto")),
         inputs=st.sampled_from(("rebuild", "persistent")),
         policy=st.sampled_from(("fcfs", "priority")),
         preempt_every=st.sampled_from((0, 3)),
     )
-    def start(self, num_blocks, budget, max_num_seqs, prefix, inputs, policy, preempt_every):
+    def start(self, num_blocks, budget, max_num_seqs, kind, prefix, preemption, inputs, policy, preempt_every):
         self.engine = FakeEngine(
             num_blocks,
             max_model_len=40,
             **{
-                "scheduler.max_num_batched_tokens": budget,
+                "scheduler.kind": kind,
+                "scheduler.chunked_prefill": kind == "unified",
+                "scheduler.max_num_batched_tokens": budget if kind == "unified" else 64,
+                "kv.preemption": preemption,
                 "scheduler.max_num_seqs": max_num_seqs,
                 "kv.prefix": prefix,
                 "runner.inputs": inputs,
@@ -36,12 +43,19 @@ class EngineMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 3), min_size=1, max_size=20),
         max_tokens=st.integers(1, 15),
         priority=st.integers(0, 2),
+        num_sequences=st.sampled_from((1, 1, 3)),
     )
-    def add(self, prompt, max_tokens, priority):
-        req_id = str(self.num_added)
-        self.num_added += 1
-        params = self.engine.add(req_id, prompt, priority=priority, max_tokens=max_tokens)
-        self.wanted[req_id] = oracle(prompt, params, 40)
+    def add(self, prompt, max_tokens, priority, num_sequences):
+        group = f"g{self.num_added}" if num_sequences > 1 else ""
+        for _ in range(num_sequences):
+            req_id = str(self.num_added)
+            self.num_added += 1
+            try:
+                params = self.engine.add(req_id, prompt, priority=priority, group=group, max_tokens=max_tokens)
+            except NeverFits:
+                assert group  # three sequences may be too large together
+            else:
+                self.wanted[req_id] = oracle(prompt, params, 40)
 
     @rule(which=st.integers(0, 100))
     def abort(self, which):
@@ -73,5 +87,5 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.engine.kv.usage.num_free == self.engine.kv.usage.num_total
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestEngineMachine = EngineMachine.TestCase

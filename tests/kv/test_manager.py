@@ -1,13 +1,28 @@
+import sys
+
 import pytest
 
 from minivllm.kv.manager import PagedKVManager
 from minivllm.kv.prefix import NoPrefix
 from minivllm.kv.prefix_hash import HashPrefix, sha256_cbor, xxhash_cbor
+from minivllm.kv.prefix_radix import RadixPrefix
+from minivllm.kv.swap import Auto, Swap
+from minivllm.plan import StepPlan
 from minivllm.request import Request, SamplingParams
 
 
+@pytest.fixture(params=["hash", "radix"], autouse=True)
+def default_index(request, monkeypatch):
+    """Every rule of sharing holds for every index."""
+    make = {"hash": lambda: HashPrefix(seed="test"), "radix": RadixPrefix}[request.param]
+    monkeypatch.setattr(sys.modules[__name__], "make_index", make)
+
+
+make_index = None
+
+
 def manager(num_blocks=10, block_size=4, index=None):
-    return PagedKVManager(num_blocks, block_size, index or HashPrefix(seed="test"))
+    return PagedKVManager(num_blocks, block_size, index or make_index())
 
 
 def request(req_id, tokens, **fields):
@@ -114,7 +129,7 @@ def test_equal_blocks_computed_side_by_side_are_both_kept():
     for _ in range(8):
         kv._take(1)  # everything but b's blocks is overwritten
     assert kv.lookup(request("c", 9)) == 8
-    assert kv._found["c"] == kv.tables["b"].blocks
+    assert kv._found["c"].blocks == kv.tables["b"].blocks
 
 
 @pytest.mark.parametrize("other", [{"adapter": "x"}, {"cache_salt": "x"}])
@@ -153,6 +168,123 @@ def test_keys_depend_on_the_secret_root_and_are_strong(key_hash, size):
     assert all(len(key) == size for (key,) in req_keys)
     assert req_keys[0] == req_keys[1]
     assert len({key for (key,) in req_keys}) == 4
+
+
+@pytest.mark.parametrize("num_computed, copies", [(8, []), (7, [(1, 2)])])
+def test_a_fork_shares_what_is_full_and_copies_the_block_it_will_write(num_computed, copies):
+    kv, parent = manager(index=NoPrefix()), request("a", 8)
+    compute(kv, parent)
+    child = request("b", 9 if num_computed == 8 else 8)
+    assert kv.fork(parent, child) == num_computed
+    blocks = kv.allocate(child, 1)
+    assert blocks[: num_computed // 4] == kv.tables["a"].blocks[: num_computed // 4]
+    assert kv.moves.copies == copies
+    kv.check()
+    for req in (parent, child):
+        kv.free(req)
+        kv.check()
+    assert kv.usage.num_free == 10
+
+
+def test_forking_without_room_for_the_copy_changes_nothing():
+    kv, parent = manager(num_blocks=2, index=NoPrefix()), request("a", 7)
+    compute(kv, parent)
+    child = request("b", 7)
+    kv.fork(parent, child)
+    assert kv.allocate(child, 1) is None and not kv.moves.copies
+    kv.check()
+
+
+def swapping(num_blocks=6, num_host_blocks=8):
+    return PagedKVManager(num_blocks, 4, NoPrefix(), num_host_blocks, Swap())
+
+
+def test_swapped_blocks_return_with_all_their_tokens():
+    kv, req = swapping(), request("a", 10)
+    device = list(compute(kv, req))
+    kv.free(req, keep=True)
+    kv.check()
+    assert kv.usage.num_free == 6
+    out = list(kv.moves.swap_out)
+    assert [source for source, _ in out] == device
+    kv.moves.drain(StepPlan(0))
+    assert kv.lookup(req) == 10
+    req.token_ids.append(5)
+    back = kv.allocate(req, 1)
+    assert kv.moves.swap_in == [(host, block) for (_, host), block in zip(out, back, strict=True)]
+    kv.check()
+
+
+def test_blocks_that_a_group_shares_are_moved_once_and_stay_shared():
+    kv, parent, child = swapping(), request("a", 9), request("b", 9)
+    compute(kv, parent)
+    kv.fork(parent, child)
+    assert len(kv.allocate(child, 1)) == 3
+    child.num_computed_tokens = 9
+    shared = kv.tables["a"].blocks[:2]
+    for req in (child, parent):
+        kv.free(req, keep=True)
+    assert len(kv.moves.swap_out) == 4 and len({source for source, _ in kv.moves.swap_out}) == 4
+    assert sum(count == 2 for count in kv.swap.pool.ref_counts) == len(shared)
+    kv.moves.drain(StepPlan(0))
+    for req in (parent, child):
+        kv.lookup(req)
+        req.num_computed_tokens = 0
+        req.token_ids.append(1)
+        assert kv.allocate(req, 1) is not None
+    assert kv.tables["a"].blocks[:2] == kv.tables["b"].blocks[:2]
+    assert len(kv.moves.swap_in) == 4
+    kv.check()
+
+
+def test_a_full_host_means_recompute_and_says_so():
+    kv, req = swapping(num_host_blocks=1), request("a", 9)
+    compute(kv, req)
+    kv.free(req, keep=True)
+    assert not kv.moves.swap_out and kv.lookup(req) == 0
+    assert kv.moves.notes == ["preempt a: recompute (3 host blocks needed, 1 free)"]
+
+
+def test_a_host_block_that_was_emptied_is_not_written_in_the_same_step():
+    kv, a, b = swapping(num_blocks=8, num_host_blocks=2), request("a", 8), request("b", [7] * 8)
+    compute(kv, a), compute(kv, b)
+    kv.free(a, keep=True)
+    kv.moves.drain(StepPlan(0))
+    a.token_ids.append(1)
+    kv.lookup(a)
+    kv.allocate(a, 1)  # its host blocks are read in the coming step
+    kv.free(b, keep=True)
+    assert not kv.moves.swap_out and kv.lookup(b) == 0
+
+
+def test_forgetting_a_request_on_the_host_frees_its_blocks():
+    kv, req = swapping(), request("a", 9)
+    compute(kv, req)
+    kv.free(req, keep=True)
+    kv.free(req)
+    kv.check()
+    kv.moves.drain(StepPlan(0))
+    kv.swap._reclaim()
+    assert kv.swap.pool.num_free == 8
+
+
+@pytest.mark.parametrize("num_tokens, swaps", [(4, False), (40, True)])
+def test_auto_takes_the_cheaper_way_and_gives_the_figures(num_tokens, swaps):
+    req = request("a", num_tokens)
+    req.num_computed_tokens = num_tokens
+    wanted, reason = Auto(seconds_per_token=1e-3, seconds_per_block=5e-3).swaps(req, 2)
+    assert wanted == swaps
+    assert reason == f"{num_tokens} tokens recomputed in {num_tokens:.2f} ms, 2 blocks moved twice in 20.00 ms"
+
+
+def test_the_tree_shrinks_when_blocks_are_overwritten():
+    index = RadixPrefix()
+    kv, a = manager(num_blocks=4, index=index), request("a", 12)
+    compute(kv, a)
+    kv.free(a)
+    assert len(index.root.children) == 1
+    kv._take(4)
+    assert not index.root.children and not index._node_of
 
 
 def test_freeing_a_request_without_blocks_is_no_error():

@@ -1,0 +1,57 @@
+"""BlockMoves: the consumer of StepPlan's swap_out, swap_in and copies.
+
+Each column is one batch of blocks, moved with one gather and one scatter a layer, before the forward and in the order
+in which the plan's meaning needs it: what leaves the device, what comes back, then copies on write.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minivllm.plan import StepPlan
+
+Pairs = Sequence[tuple[int, int]]  # (source block, target block)
+
+
+class BlockMoves:
+    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], block_axis: int):
+        """device, host: one KV tensor a layer; block_axis: which dimension of it counts blocks."""
+        self._device, self._host = device, host
+        self._axis = block_axis
+
+    def __call__(self, plan: StepPlan) -> None:
+        for source, target, pairs in (
+            (self._device, self._host, plan.swap_out),
+            (self._host, self._device, plan.swap_in),
+            (self._device, self._device, plan.copies),
+        ):
+            if pairs:
+                self._move(source, target, pairs)
+
+    def measure(self, num_blocks: int = 32) -> float:
+        """Seconds to move one block of all layers one way, host to device, the faster of two tries."""
+        num_blocks = min(num_blocks, self._host[0].shape[self._axis], self._device[0].shape[self._axis])
+        pairs = [(i, i) for i in range(num_blocks)]
+        return min(self._timed(pairs), self._timed(pairs)) / num_blocks
+
+    def _timed(self, pairs: Pairs) -> float:
+        _synchronize(self._device[0])
+        start = time.perf_counter()
+        self._move(self._host, self._device, pairs)
+        _synchronize(self._device[0])
+        return time.perf_counter() - start
+
+    def _move(self, source: Sequence[Tensor], target: Sequence[Tensor], pairs: Pairs) -> None:
+        where_from, where_to = torch.tensor(pairs, dtype=torch.int64).T
+        here, there = where_from.to(source[0].device), where_to.to(target[0].device)
+        for a, b in zip(source, target, strict=True):
+            b.index_copy_(self._axis, there, a.index_select(self._axis, here).to(b.device))
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
