@@ -36,6 +36,7 @@ class KVConfig(Section):
     num_blocks: int | None = None  # size of the pool; None: from memory
     memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
     memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
+    allocation: str = "paged"
     prefix: str = "hash"
     hash: str = "sha256_cbor"
     preemption: str = "recompute"
@@ -46,6 +47,7 @@ class KVConfig(Section):
 class SchedulerConfig(Section):
     kind: str = "unified"
     policy: str = "fcfs"
+    admission: str = "all"
     max_num_seqs: int = 128  # requests in a step at most
     max_num_batched_tokens: int = 2048  # the token budget of a step
     chunked_prefill: bool = True
@@ -117,10 +119,35 @@ class Preset(NamedTuple):
     what: str
 
 
+_BEFORE_ORCA = {
+    "scheduler.chunked_prefill": False,
+    "kv.prefix": "none",
+    "runner.inputs": "rebuild",
+}
+
 PRESETS: dict[str, Preset] = {
+    "static": Preset(
+        {**_BEFORE_ORCA, "scheduler.kind": "static", "kv.allocation": "max"},
+        "request-level batching (FasterTransformer): a batch runs until its last request has ended, each with room for "
+        "the longest. Not the original: ended rows and padding burn no compute, and results are delivered at once",
+    ),
+    "orca-max": Preset(
+        {**_BEFORE_ORCA, "scheduler.kind": "phased", "kv.allocation": "max"},
+        "Orca (Max): iteration-level batching, a contiguous run for the longest request. Not the original, here and "
+        "below: Orca is closed, so the scheduler is V0's and the allocator the vLLM paper's assumption, a buddy system",
+    ),
+    "orca-pow2": Preset(
+        {**_BEFORE_ORCA, "scheduler.kind": "phased", "kv.allocation": "pow2"},
+        "Orca (Pow2): the output's length, known beforehand (max_tokens), rounded up to a power of two",
+    ),
+    "orca-oracle": Preset(
+        {**_BEFORE_ORCA, "scheduler.kind": "phased", "kv.allocation": "oracle"},
+        "Orca (Oracle): exactly the output's length, known beforehand (max_tokens)",
+    ),
     "v0": Preset(
         {
             "scheduler.kind": "phased",
+            "scheduler.admission": "watermark",
             "scheduler.chunked_prefill": False,
             "kv.preemption": "auto",
             "kv.prefix": "none",

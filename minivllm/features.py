@@ -39,6 +39,24 @@ SCHEDULERS: Registry = Registry(
     {
         "unified": "minivllm.scheduler.unified:UnifiedScheduler",
         "phased": "minivllm.scheduler.phased:PhasedScheduler",
+        "static": "minivllm.scheduler.static:StaticScheduler",
+    },
+)
+ADMISSIONS: Registry = Registry(
+    "scheduler.admission",
+    {
+        "all": "minivllm.scheduler.admission:AdmitAll",
+        "watermark": "minivllm.scheduler.admission:Watermark",
+        "peak": "minivllm.scheduler.admission:PredictedPeak",
+    },
+)
+ALLOCATIONS: Registry = Registry(
+    "kv.allocation",
+    {
+        "paged": "minivllm.engine.build:build_paged",
+        "max": "minivllm.engine.build:build_max",
+        "pow2": "minivllm.engine.build:build_pow2",
+        "oracle": "minivllm.engine.build:build_oracle",
     },
 )
 PREEMPTIONS: Registry = Registry(
@@ -84,7 +102,8 @@ FEATURES: tuple[Feature, ...] = (
         "scheduler.kind",
         SCHEDULERS.names(),
         "unified",
-        "which tokens run next: one {request: num_tokens} budget a step (V1), or all prefill and then all decode (V0)",
+        "which tokens run next: one {request: num_tokens} budget a step (V1), all prefill, then all decode (V0), or a "
+        "batch until its last request has ended (before Orca)",
         chapter="10",
         workload="long_prompt_among_chats",
         metric="itl_p99",
@@ -100,6 +119,17 @@ FEATURES: tuple[Feature, ...] = (
         metric="ttft_p50",
     ),
     Feature(
+        "admission",
+        "scheduler.admission",
+        ADMISSIONS.names(),
+        "all",
+        "who may start beside those that run: whoever finds room (V1), if 1 % stays free (V0), if the predicted "
+        "peak fits (LightLLM)",
+        chapter="08",
+        workload="memory_pressure",
+        metric="throughput",
+    ),
+    Feature(
         "chunked_prefill",
         "scheduler.chunked_prefill",
         (True, False),
@@ -108,6 +138,17 @@ FEATURES: tuple[Feature, ...] = (
         chapter="10",
         workload="long_prompt_among_chats",
         metric="itl_p99",
+    ),
+    Feature(
+        "allocation",
+        "kv.allocation",
+        ALLOCATIONS.names(),
+        "paged",
+        "KV in blocks on demand (PagedAttention), or one contiguous run a request: for the longest, for the output "
+        "rounded up to a power of two, for the true length (FasterTransformer, Orca)",
+        chapter="06",
+        workload="sharegpt",
+        metric="kv_used",
     ),
     Feature(
         "prefix",
@@ -202,5 +243,16 @@ CONFLICTS: tuple[Conflict, ...] = (
         ("scheduler", "phased"),
         ("chunked_prefill", True),
         "V0's scheduler computes a prompt whole: a step is all prefill or all decode",
+    ),
+    Conflict(("scheduler", "static"), ("chunked_prefill", True), "static batching computes prompts whole"),
+    *(
+        Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")
+        for allocation in ("max", "pow2", "oracle")
+        for axis, option, why in (
+            ("prefix", "hash", "belongs to one request: nothing in it can be shared"),
+            ("prefix", "radix", "belongs to one request: nothing in it can be shared"),
+            ("preemption", "swap", "is given back whole: there are no blocks to move"),
+            ("preemption", "auto", "is given back whole: there are no blocks to move"),
+        )
     ),
 )

@@ -113,11 +113,12 @@ class FakeEngine:
     def __init__(self, num_blocks: int = 1000, max_model_len: int | None = None, **overrides):
         overrides = {"kv.num_blocks": num_blocks, "kv.block_size": 4, "debug.check": True, **overrides}
         self.config = config = EngineConfig.build("v1", overrides)
-        capacity = num_blocks * config.kv.block_size
-        self.max_model_len = max_model_len or min(capacity, 512)
-        self.kv = build_kv(config, num_blocks, NUM_HOST_BLOCKS, COSTS)
+        max_model_len = max_model_len or min(num_blocks * config.kv.block_size, 512)
+        self.kv = build_kv(config, num_blocks, max_model_len, NUM_HOST_BLOCKS, COSTS)
+        paged = config.kv.allocation == "paged"  # whose scheduler must itself refuse what is too long for the pool
+        self.max_model_len = max_model_len if paged else min(max_model_len, self.kv.capacity + 1)
         limits = Limits(
-            config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, capacity
+            config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, self.kv.capacity
         )
         self.scheduler = build_scheduler(config, self.kv, limits)
         sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)

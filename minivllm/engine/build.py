@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 from minivllm import features
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
+from minivllm.errors import ConfigError
+from minivllm.kv.base import KVManager
+from minivllm.kv.contiguous import ContiguousKVManager, Reservation, reserve_max, reserve_oracle, reserve_pow2
 from minivllm.kv.manager import PagedKVManager
+from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits, Scheduler
 from minivllm.scheduler.inject import Injector
 
@@ -41,15 +45,15 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
     """Load the model, size the KV pool, wire the parts. Raises UserError for what the caller can mend."""
     executor = features.EXECUTORS.get(config.executor.kind)(lambda: build_worker(config))
     facts = executor.call("facts")[0]
-    capacity = facts.num_blocks * config.kv.block_size
+    costs = executor.call("measure_costs")[0] if config.kv.preemption == "auto" else None
+    kv = build_kv(config, facts.num_blocks, facts.max_model_len, facts.num_host_blocks, costs)
+    max_model_len = _fit_length(config, facts.max_model_len, kv, facts.decisions)
     limits = Limits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=facts.max_num_batched_tokens,
-        max_model_len=facts.max_model_len,
-        kv_capacity=capacity,
+        max_model_len=max_model_len,
+        kv_capacity=kv.capacity,
     )
-    costs = executor.call("measure_costs")[0] if config.kv.preemption == "auto" else None
-    kv = build_kv(config, facts.num_blocks, facts.num_host_blocks, costs)
     scheduler = build_scheduler(config, kv, limits)
     core = EngineCore(scheduler, executor, observers, check=config.debug.check)
     for observer in observers:
@@ -57,20 +61,78 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
     return Engine(config, core, facts.decisions, facts.max_model_len, facts.model_name, facts.tokenizer_dir, facts.info)
 
 
+def _fit_length(config: EngineConfig, max_model_len: int, kv: KVManager, decisions: list[Decision]) -> int:
+    """The longest request that one request's share of the pool can hold; its last token needs no slot."""
+    longest = min(max_model_len, kv.capacity + 1)
+    if longest == max_model_len:
+        return longest
+    reason = f"kv.allocation={config.kv.allocation} gives a request one run, {kv.capacity} tokens of this pool at most"
+    if config.model.max_model_len is not None:
+        raise ConfigError(
+            f"model.max_model_len={max_model_len}, but {reason}. Raise kv.num_blocks or kv.memory, or lower "
+            "model.max_model_len"
+        )
+    decisions.append(Decision("model.max_model_len", longest, reason))
+    return longest
+
+
+@dataclass(frozen=True, slots=True)
+class KVSizes:
+    """What the entries of features.ALLOCATIONS are called with, beside the configuration."""
+
+    num_blocks: int
+    max_model_len: int
+    num_host_blocks: int = 0
+    costs: Mapping[str, float] | None = None
+
+
 def build_kv(
-    config: EngineConfig, num_blocks: int, num_host_blocks: int = 0, costs: Mapping[str, float] | None = None
-) -> PagedKVManager:
+    config: EngineConfig,
+    num_blocks: int,
+    max_model_len: int,
+    num_host_blocks: int = 0,
+    costs: Mapping[str, float] | None = None,
+) -> KVManager:
     """costs: seconds_per_token and seconds_per_block, as measured; what kv.preemption=auto weighs."""
+    sizes = KVSizes(num_blocks, max_model_len, num_host_blocks, costs)
+    return features.ALLOCATIONS.get(config.kv.allocation)(config, sizes)
+
+
+def build_paged(config: EngineConfig, sizes: KVSizes) -> PagedKVManager:
     key_hash = features.KEY_HASHES.get(config.kv.hash)
     index = features.PREFIX_INDEXES.get(config.kv.prefix)(key_hash=key_hash, seed=config.kv.hash_seed)
-    policy = features.PREEMPTIONS.get(config.kv.preemption)(**(costs or {}))
-    return PagedKVManager(num_blocks, config.kv.block_size, index, num_host_blocks, policy)
+    policy = features.PREEMPTIONS.get(config.kv.preemption)(**(sizes.costs or {}))
+    return PagedKVManager(sizes.num_blocks, config.kv.block_size, index, sizes.num_host_blocks, policy)
 
 
-def build_scheduler(config: EngineConfig, kv: PagedKVManager, limits: Limits) -> Scheduler:
+def _contiguous(config: EngineConfig, sizes: KVSizes, reservation: Reservation) -> ContiguousKVManager:
+    kv = ContiguousKVManager(sizes.num_blocks, config.kv.block_size, reservation, sizes.max_model_len)
+    kv.max_model_len = min(sizes.max_model_len, kv.capacity + 1)
+    return kv
+
+
+def build_max(config: EngineConfig, sizes: KVSizes) -> ContiguousKVManager:
+    return _contiguous(config, sizes, reserve_max)
+
+
+def build_pow2(config: EngineConfig, sizes: KVSizes) -> ContiguousKVManager:
+    return _contiguous(config, sizes, reserve_pow2)
+
+
+def build_oracle(config: EngineConfig, sizes: KVSizes) -> ContiguousKVManager:
+    return _contiguous(config, sizes, reserve_oracle)
+
+
+def build_admission(config: EngineConfig, limits: Limits) -> Admission:
+    options = {"block_size": config.kv.block_size, "max_model_len": limits.max_model_len}
+    wanted = {"peak": options}.get(config.scheduler.admission, {})
+    return features.ADMISSIONS.get(config.scheduler.admission)(**wanted)
+
+
+def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> Scheduler:
     policy = features.POLICIES.get(config.scheduler.policy)()
     kind = features.SCHEDULERS.get(config.scheduler.kind)
-    scheduler = kind(kv, limits, policy, chunked_prefill=config.scheduler.chunked_prefill)
+    scheduler = kind(kv, limits, policy, config.scheduler.chunked_prefill, build_admission(config, limits))
     if config.debug.preempt_every or config.debug.evict_all:
         return Injector(scheduler, kv, config.debug.preempt_every, config.debug.evict_all)
     return scheduler

@@ -68,6 +68,7 @@ class KVManager(Protocol):
 
     def check(self) -> None: ...
 
+    capacity: int  # slots that one request can hold at most, in the empty pool
     usage: KVUsage
     moves: Moves
 

@@ -59,6 +59,7 @@ class PagedKVManager:
         self.index = index
         self.tables: dict[str, Table] = {}
         self.usage = KVUsage(num_total=num_blocks, num_free=num_blocks, block_size=block_size)
+        self.capacity = num_blocks * block_size
         self.moves = Moves()
         self.swap = SwapSpace(num_host_blocks, swap_policy or Recompute(), self.moves)
         self._found: dict[str, Found] = {}  # what lookup() or fork() promised to the allocate() that follows

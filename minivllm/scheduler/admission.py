@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minivllm.kv.base import KVUsage
-from minivllm.kv.contiguous import num_final_slots
 from minivllm.request import Request
 
 
@@ -75,12 +74,12 @@ class PredictedPeak:
         apart = 0
         growing = []
         for r in running:
-            final = num_final_slots(r, self.max_model_len)
+            final = r.num_final_slots(self.max_model_len)
             if r.num_computed_tokens < r.num_tokens - 1:
                 apart += -(-final // self.block_size)
             else:
                 growing.append((r.num_tokens, final - r.num_tokens))
-        final = num_final_slots(req, self.max_model_len)
+        final = req.num_final_slots(self.max_model_len)
         if new_tokens < req.num_tokens:
             apart += -(-final // self.block_size)
         else:

@@ -112,7 +112,7 @@ class SchedulerBase:
                 f"max_model_len is {limits.max_model_len} tokens",
                 "prompt",
             )
-        longest = self._longest(req)
+        longest = req.num_final_slots(limits.max_model_len)
         if longest > limits.kv_capacity:
             raise NeverFits(
                 f"prompt and output may reach {longest} tokens; the KV pool holds {limits.kv_capacity}. "
@@ -126,11 +126,6 @@ class SchedulerBase:
                 "Raise scheduler.max_num_batched_tokens or turn scheduler.chunked_prefill on",
                 "max_tokens",
             )
-
-    def _longest(self, req: Request) -> int:
-        """KV slots that req may come to need. The last token of all is never fed back, so it needs none."""
-        limit = self.limits.max_model_len
-        return min(req.num_prompt_tokens + (req.params.max_tokens or limit), limit) - 1
 
     def _enqueue(self, req: Request) -> None:
         insort(self.waiting, req, key=lambda r: _Reversed(r.order))

@@ -69,7 +69,7 @@ class PhasedScheduler(SchedulerBase):
     def _check_fits(self, req: Request) -> None:
         super()._check_fits(req)
         group = [r for r in self.requests.values() if req.group and r.group == req.group]
-        together = sum(self._longest(r) for r in (*group, req))
+        together = sum(r.num_final_slots(self.limits.max_model_len) for r in (*group, req))
         if together > self.limits.kv_capacity:
             raise NeverFits(
                 f"the {len(group) + 1} sequences of this request run together and may reach {together} tokens; the KV "

@@ -1,0 +1,172 @@
+import random
+
+import pytest
+from fakes import FakeEngine, oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.kv.base import KVUsage
+from minivllm.kv.manager import PagedKVManager
+from minivllm.kv.prefix import NoPrefix
+from minivllm.request import Request, SamplingParams
+from minivllm.scheduler.admission import AdmitAll, PredictedPeak, Watermark, peak_blocks
+from minivllm.scheduler.base import Limits
+from minivllm.scheduler.phased import PhasedScheduler
+from minivllm.scheduler.unified import UnifiedScheduler
+
+LONGEST = 80
+
+
+def engine_of(scheduler, admission, num_blocks, block_size, budget=512, max_num_seqs=32):
+    engine = FakeEngine(num_blocks, LONGEST, **{"kv.block_size": block_size, "scheduler.max_num_seqs": max_num_seqs})
+    engine.kv = PagedKVManager(num_blocks, block_size, NoPrefix())
+    limits = Limits(max_num_seqs, budget, LONGEST, num_blocks * block_size)
+    chunks = scheduler is UnifiedScheduler
+    engine.scheduler = engine.core.scheduler = scheduler(engine.kv, limits, None, chunks, admission)
+    return engine
+
+
+def run_workload(engine, seed, num_requests=40):
+    rng = random.Random(seed)
+    wanted = {}
+    for i in range(num_requests):
+        prompt = [rng.randrange(100) for _ in range(rng.randrange(1, 40))]
+        max_tokens = rng.randrange(1, 40)
+        params = engine.add(str(i), prompt, max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True)
+        wanted[str(i)] = oracle(prompt, params, LONGEST)
+        for _ in range(rng.randrange(5)):
+            engine.step()
+    assert engine.run() == wanted
+
+
+# --- predicted peak
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=12), st.sampled_from((1, 4, 16))
+)
+@settings(deadline=None)
+def test_the_peak_is_what_a_simulation_step_by_step_finds(growing, block_size):
+    worst = 0
+    for step in range(max(r for _, r in growing) + 1):
+        worst = max(worst, sum(-(-(u + step) // block_size) for u, r in growing if r >= step))
+    assert peak_blocks(growing, block_size) == worst
+
+
+def test_the_peak_of_lightllms_formula_in_slots():
+    # by remaining: (u 4, r 10), (u 6, r 5), (u 20, r 1) -> max(4 + 10, 10 + 2 * 5, 30 + 3 * 1)
+    assert peak_blocks([(6, 5), (20, 1), (4, 10)], 1) == 33
+    assert peak_blocks([], 1) == 0
+
+
+def running(num_prompt, num_output, max_tokens):
+    req = Request("r", SamplingParams(max_tokens=max_tokens), [0] * (num_prompt + num_output), num_prompt)
+    req.num_computed_tokens = req.num_tokens - 1
+    return req
+
+
+def test_a_newcomer_waits_for_the_one_whose_end_makes_room():
+    peak = PredictedPeak(block_size=1, max_model_len=LONGEST)
+    new = Request("n", SamplingParams(max_tokens=10), [0] * 10, 10)
+    usage = KVUsage(num_total=41, num_free=20)
+    # The other fills 21 slots after this step, and 29 eight steps on, when the newcomer has 11 + 8: 48 in all.
+    assert peak.peak(new, 10, [running(20, 1, 10)]) == 48
+    assert not peak.admits(new, 10, [running(20, 1, 10)], usage)
+    # Near its end it fills 28, and then 29 beside the newcomer's 12; after that the newcomer has the pool to itself.
+    assert peak.peak(new, 10, [running(20, 8, 10)]) == 41
+    assert peak.admits(new, 10, [running(20, 8, 10)], usage)
+
+
+def test_who_is_still_being_prefilled_counts_with_all_that_it_will_hold():
+    peak = PredictedPeak(block_size=1, max_model_len=LONGEST)
+    part = Request("p", SamplingParams(max_tokens=10), [0] * 30, 30, num_computed_tokens=8)
+    new = Request("n", SamplingParams(max_tokens=2), [0] * 5, 5)
+    assert peak.peak(new, 5, [part]) == 39 + 7
+    assert peak.peak(new, 3, [part]) == 39 + 6
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("budget", [7, 64, 512])
+def test_with_the_predicted_peak_nobody_is_ever_preempted(seed, block_size, budget):
+    num_blocks = 160 // block_size
+    engine = engine_of(UnifiedScheduler, PredictedPeak(block_size, LONGEST), num_blocks, block_size, budget)
+    run_workload(engine, seed)
+    assert engine.core.stats.num_preempted == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_with_the_predicted_peak_nobody_is_ever_preempted_in_phases_either(seed, block_size):
+    engine = engine_of(PhasedScheduler, PredictedPeak(block_size, LONGEST), 160 // block_size, block_size, 100)
+    run_workload(engine, seed)
+    assert engine.core.stats.num_preempted == 0
+
+
+def test_without_it_the_same_workload_preempts():
+    num_preempted = []
+    for seed in range(6):
+        engine = engine_of(UnifiedScheduler, AdmitAll(), 160, 1)
+        run_workload(engine, seed)
+        num_preempted.append(engine.core.stats.num_preempted)
+    assert min(num_preempted) > 0
+
+
+class ReserveForAll:
+    """What a contiguous pool does: whoever runs counts with all that it will ever hold."""
+
+    def admits(self, req, new_tokens, running, usage):
+        slots = sum(r.num_final_slots(LONGEST) for r in (*running, req))
+        return slots <= usage.num_total * usage.block_size
+
+
+def test_the_predicted_peak_finishes_sooner_than_reserving_for_all_and_preempts_as_little():
+    """Requests at different points of their lives do not reach their ends together."""
+    num_steps = {}
+    for admission in (PredictedPeak(1, LONGEST), ReserveForAll()):
+        engine = engine_of(UnifiedScheduler, admission, 160, 1)
+        run_workload(engine, seed=0)
+        assert engine.core.stats.num_preempted == 0
+        num_steps[type(admission)] = engine.core.stats.num_steps
+    assert num_steps[PredictedPeak] < 0.95 * num_steps[ReserveForAll]
+
+
+# --- watermark
+
+
+@pytest.mark.parametrize("fraction, num_blocks, kept", [(0.01, 100, 1), (0.01, 99, 0), (0.1, 99, 9), (0.5, 10, 5)])
+def test_the_watermark_stays_free_after_an_admission(fraction, num_blocks, kept):
+    admission, other = Watermark(fraction), running(8, 1, 4)
+    for num_free in range(num_blocks + 1):
+        usage = KVUsage(num_blocks, num_free, block_size=4)
+        new = Request("n", SamplingParams(), [0] * 13, 13)
+        assert admission.admits(new, 13, [other], usage) == (num_free - 4 >= kept)
+
+
+def test_a_preempted_request_counts_with_all_its_tokens():
+    new = Request("n", SamplingParams(), [0] * 13, 13, num_preemptions=1)
+    assert not Watermark(0.5).admits(new, 1, [running(8, 1, 4)], KVUsage(8, 7, block_size=4))
+    assert Watermark(0.5).admits(new, 1, [running(8, 1, 4)], KVUsage(8, 8, block_size=4))
+
+
+@pytest.mark.parametrize("scheduler", [UnifiedScheduler, PhasedScheduler])
+def test_under_a_watermark_each_step_that_admits_beside_others_leaves_it_free(scheduler):
+    engine = engine_of(scheduler, Watermark(0.2), 40, 4, budget=100)
+    schedule = engine.scheduler.schedule
+
+    def checked(now):
+        plan = schedule(now)
+        if plan.joins and len(engine.scheduler.running) > 1:
+            assert engine.kv.usage.num_free >= 8
+        return plan
+
+    engine.scheduler.schedule = checked
+    run_workload(engine, 0)
+
+
+def test_a_request_that_would_be_alone_is_always_admitted():
+    engine = engine_of(UnifiedScheduler, Watermark(1.0), 20, 4)
+    engine.add("a", [1] * 60, max_tokens=3, min_tokens=3)
+    engine.add("b", [1] * 60, max_tokens=3, min_tokens=3)
+    engine.run()
+    assert engine.core.stats.num_preempted == 0
