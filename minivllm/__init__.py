@@ -11,14 +11,16 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "LLM": "minivllm.engine.llm",
     "AsyncLLM": "minivllm.engine.async_llm",
+    "BeamSearchParams": "minivllm.engine.beam",
     "EngineConfig": "minivllm.config",
     "SamplingParams": "minivllm.request",
 }
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig
     from minivllm.engine.async_llm import AsyncLLM
+    from minivllm.engine.beam import BeamSearchParams
     from minivllm.engine.llm import LLM
     from minivllm.request import SamplingParams
 

@@ -62,7 +62,7 @@ class FrontEnd:
     ) -> list[EngineRequest]:
         """The engine requests of one prompt (params.n of them), with their outputs expected from now on."""
         text, token_ids = self.tokenize(prompt)
-        resolved = prepare(params, token_ids, self.tokenizer, self.max_model_len, self._rng, self._vocab_size)
+        resolved = self.prepare(params, token_ids)
         now = time.monotonic()
         each = children(resolved)
         ids = child_ids(request_id, len(each))
@@ -72,6 +72,10 @@ class FrontEnd:
             EngineRequest(req_id, token_ids, child, now, priority, cache_salt=cache_salt, group=group)
             for req_id, child in zip(ids, each, strict=True)
         ]
+
+    def prepare(self, params: SamplingParams, token_ids: list[int]) -> SamplingParams:
+        """Check the parameters against prompt, model and tokenizer, and decide what was left open."""
+        return prepare(params, token_ids, self.tokenizer, self.max_model_len, self._rng, self._vocab_size)
 
     def process(self, deltas: list[Delta]) -> tuple[list[RequestOutput], list[str]]:
         """Outputs for the clients, and the ids that the engine core shall abort (a stop string was found)."""

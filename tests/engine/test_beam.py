@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+from minivllm import LLM, BeamSearchParams
+from minivllm.engine.beam import BeamSearch
+from minivllm.errors import BadRequest
+
+SMALL = {"kv.num_blocks": 200, "kv.block_size": 4, "executor.num_threads": 1, "model.dtype": "float32"}
+PROMPTS = [[5, 9, 2, 7, 11], [100, 3], [42, 17, 42, 17, 42, 17, 8, 300, 21]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random Llama, with a tokenizer, saved by transformers; sharp enough for its beams to differ."""
+    from tiny_tokenizers import byte_level, save
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=3,
+        tie_word_embeddings=False, initializer_range=0.4,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("beam") / "tiny"
+    model = LlamaForCausalLM(config)
+    model.lm_head.weight.data[3] *= 2.5  # the end of the sequence is at times likely
+    model.save_pretrained(path)
+    save(byte_level(), path)
+    return path
+
+
+def transformers_beams(folder, prompt, params: BeamSearchParams):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            num_beams=params.beam_width,
+            num_return_sequences=params.beam_width,
+            max_new_tokens=params.max_tokens,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            eos_token_id=None if params.ignore_eos else 3,
+            pad_token_id=0,
+            do_sample=False,
+        )
+    beams = []
+    for row in out[:, len(prompt) :].tolist():
+        beams.append(row[: row.index(3) + 1] if not params.ignore_eos and 3 in row else row)
+    return beams
+
+
+@pytest.mark.parametrize("preset", ["v0", "v1"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True),
+        BeamSearchParams(beam_width=4, max_tokens=12, ignore_eos=True),
+        BeamSearchParams(beam_width=3, max_tokens=20),
+        BeamSearchParams(beam_width=3, max_tokens=20, length_penalty=2.0),
+        BeamSearchParams(beam_width=3, max_tokens=20, length_penalty=0.0, early_stopping=True),
+    ],
+    ids=str,
+)
+def test_beams_equal_transformers_in_fp32(folder, params, preset):
+    with LLM(str(folder), preset=preset, overrides=SMALL) as llm:
+        outputs = llm.beam_search(PROMPTS, params, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert [c.token_ids for c in output.outputs] == transformers_beams(folder, prompt, params)
+
+
+def test_some_beam_of_the_cases_above_ends_early(folder):
+    """Else they would not test the rules for the end of a sequence."""
+    with LLM(str(folder), overrides=SMALL) as llm:
+        outputs = llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=20), use_tqdm=False)
+        assert {c.finish_reason for o in outputs for c in o.outputs} == {"stop", "length"}
+        assert llm.stats.prefix_hits > 0.5 * llm.stats.prefix_queries
+        (text,) = llm.beam_search("hello", BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)
+        assert text.prompt == "hello" and len(text.outputs) == 2
+
+
+def test_beam_width_and_length_are_checked():
+    with pytest.raises(BadRequest, match="beam_width must be 1 to 10, got 11"):
+        BeamSearchParams(beam_width=11, max_tokens=4)
+    with pytest.raises(BadRequest, match="max_tokens"):
+        BeamSearchParams(beam_width=2, max_tokens=0)
+
+
+def test_an_ending_below_the_best_width_does_not_count():
+    search = BeamSearch(BeamSearchParams(beam_width=1, max_tokens=5), [1], eos_token_ids=(0,), max_tokens=5)
+    search.advance([[(7, -0.1, 1), (0, -0.2, 2)]])
+    assert not search.finished and [beam.token_ids for beam in search.running] == [(7,)]
+    search.advance([[(0, -0.1, 1), (7, -3.0, 2)]])
+    assert search.done and search.finished[0].token_ids == (7, 0)
