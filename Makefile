@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-fast lint format bench clean
+.PHONY: help setup serve chat test test-fast lint format matrix bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ test: setup lint  ## everything that CI checks (ARGS="-k prefix")
 
 test-fast: $(INSTALLED)  ## the control plane alone: no torch, no model, seconds
 	$(PY) -m pytest -q -m "not model and not slow" tests/scheduler tests/kv tests/fuzz $(ARGS)
+
+matrix: setup  ## run the conformance tests and write what `features --matrix` prints
+	$(PY) -m pytest -q tests/conformance --matrix minivllm/matrix.json
 
 bench: setup  ## start-up, host time and offline throughput, one JSON line each
 	$(PY) bench/startup.py $(ARGS)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
+from minivllm import matrix
 from minivllm.cli import FIELD_HELP, Parser, print_table
 from minivllm.config import VLLM_NAMES, EngineConfig
 from minivllm.features import CONFLICTS, FEATURES
@@ -14,8 +15,13 @@ from minivllm.features import CONFLICTS, FEATURES
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m minivllm features", description="Every option of the engine. Set one: --set a.b=c")
     parser.add_argument("--json", action="store_true", help="for programs: features, conflicts and all fields")
-    if parser.parse_args(argv).json:
+    parser.add_argument("--matrix", action="store_true", help="which options were tested together, and how that ended")
+    args = parser.parse_args(argv)
+    if args.json:
         print(json.dumps(as_data(), indent=2))
+        return 0
+    if args.matrix:
+        print_matrix()
         return 0
     rows = [(f.field, ", ".join(map(str, f.options)), f.default, f.what) for f in FEATURES]
     print_table("features", ("--set", "options", "default", "what"), rows)
@@ -29,6 +35,19 @@ def main(argv: Sequence[str]) -> int:
     ]
     print_table("other options", ("--set", "or", "default", "what"), rows)
     return 0
+
+
+def print_matrix() -> None:
+    """Every pair of options: one row and one column an option."""
+    outcomes = matrix.outcomes()
+    options = [(feature.name, option) for feature in FEATURES for option in feature.options]
+    print("Each pair of options in the conformance tests: equal tokens in every configuration that holds both.")
+    print(f"{matrix.LEGEND}\n")
+    width = max(len(f"{name}={option}") for name, option in options)
+    print(" " * (width + 5) + " ".join(f"{i:>2}" for i in range(1, len(options) + 1)))
+    for i, (name, option) in enumerate(options, 1):
+        marks = (" " if first[0] == name else outcomes[first, (name, option)] for first in options)
+        print(f"{i:>2}  {f'{name}={option}':<{width}} " + " ".join(f"{mark:>2}" for mark in marks))
 
 
 def as_data() -> dict:

@@ -12,7 +12,7 @@ from minivllm.errors import NeverFits
 from minivllm.features import CONFLICTS, FEATURES
 
 DATA_PLANE = ("attention", "forward", "executor")  # the fake model has its own
-CONTROL = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
+AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
 
 
 def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str, list[int]]:
@@ -64,13 +64,13 @@ def assert_conforms(num_blocks: int, config: dict, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [20, 10_000])
-@pytest.mark.parametrize("config", [{}, *singles(CONTROL)], ids=label)
+@pytest.mark.parametrize("config", [{}, *singles(AXES)], ids=label)
 def test_every_option_alone_gives_the_same_tokens(config, num_blocks):
     assert_conforms(num_blocks, config)
 
 
 @pytest.mark.parametrize("num_blocks", [20, 10_000])
-@pytest.mark.parametrize("config", all_pairs(CONTROL), ids=label)
+@pytest.mark.parametrize("config", all_pairs(AXES), ids=label)
 def test_every_pair_of_options_gives_the_same_tokens(config, num_blocks):
     assert_conforms(num_blocks, config)
 

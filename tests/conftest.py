@@ -1,0 +1,36 @@
+"""--matrix FILE: write which configurations the conformance tests ran, and how they ended (`make matrix`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+OUTCOMES = pytest.StashKey[list]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--matrix", metavar="FILE", type=Path, help="write the conformance tests' outcomes as JSON")
+
+
+def pytest_configure(config):
+    config.stash[OUTCOMES] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    config = getattr(item, "callspec", None) and item.callspec.params.get("config")
+    if call.when == "call" and "conformance" in item.path.parts and isinstance(config, dict):
+        options = {f.name: config.get(f.field, f.default) for f in item.module.AXES}
+        run = {"test": item.name.partition("[")[0], "options": options, "passed": report.passed}
+        item.config.stash[OUTCOMES].append(run)
+    return report
+
+
+def pytest_sessionfinish(session):
+    path = session.config.getoption("--matrix")
+    if path is not None:
+        runs = [json.dumps(run) for run in session.config.stash[OUTCOMES]]
+        path.write_text('{"schema": "minivllm.matrix/1", "runs": [\n' + ",\n".join(runs) + "\n]}\n")
