@@ -2,7 +2,8 @@
 
 The real scheduler and KV manager of each preset run a ShareGPT-shaped queue; no model does, each step's tokens are made
 up. So the result is exact and the same on every machine: shares of the pool while requests wait, requests held at once,
-and steps until all are done. The pool is the paper's: OPT-13B on an A100 with 40 GB, 15.7k slots, 2,048 tokens a request.
+and steps until all are done. The pool is the paper's: OPT-13B on an A100 with 40 GB, 15.7k slots, 2,048 tokens a
+request.
 
     python bench/kv_waste.py
 """
@@ -67,9 +68,7 @@ def main() -> None:
     args.add_argument("--every", type=int, default=16, help="look at every n-th step")
     args = args.parse_args()
     results = {}
-    note(
-        f"{'preset':12} tokens reserved internal external   at once   steps  paper's tokens  (shares in % of the pool)"
-    )
+    note(f"{'preset':12} tokens reserved internal external   at once   steps  paper's tokens  (% of the pool)")
     for preset in PRESETS:
         r = results[preset] = measure(preset, args.num_requests, args.every)
         shares = f"{r['tokens']:6.1f} {r['reserved']:8.1f} {r['internal']:8.1f} {r['external']:8.1f}"
