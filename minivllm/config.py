@@ -7,7 +7,7 @@ environment, so that a benchmark's JSON holds all that made its number. After `r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -103,7 +103,7 @@ class EngineConfig(Section):
         try:
             return msgspec.convert(tree, type(self), strict=False)
         except msgspec.ValidationError as e:
-            raise ConfigError(f"{e}; got {dict(overrides)!r}") from None
+            raise ConfigError(f"{e}{_choices(str(e))}; got {dict(overrides)!r}") from None
 
     def get(self, dotted: str) -> Any:
         section, _, name = dotted.partition(".")
@@ -186,6 +186,14 @@ def _optional_fields() -> set[str]:
         for field in msgspec.structs.fields(section.type)
         if field.default is None
     }
+
+
+def _choices(message: str) -> str:
+    """' (choices)' of the field that a validation message names, if it has a fixed list of them."""
+    section, _, name = message.rpartition("`$.")[2].rstrip("`").partition(".")
+    types = {f.name: f.type for f in msgspec.structs.fields(EngineConfig) if f.name == section}
+    found = [f.type for s in types.values() for f in msgspec.structs.fields(s) if f.name == name]
+    return f" ({', '.join(get_args(found[0]))})" if found and get_origin(found[0]) is Literal else ""
 
 
 def parse_set(pairs: Iterable[str]) -> dict[str, str]:

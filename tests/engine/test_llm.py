@@ -1,6 +1,7 @@
 import pytest
 
 from minivllm import LLM, SamplingParams
+from minivllm.config import PRESETS
 from minivllm.errors import BadRequest, NeverFits, UserError
 
 SMALL = {"kv.num_blocks": 60, "kv.block_size": 8, "executor.num_threads": 1, "debug.check": True}
@@ -172,3 +173,15 @@ def test_kv_waste_is_at_most_one_block_a_request(llm):
     for stats in seen:
         held = (stats.num_total_blocks - stats.num_free_blocks) * 8
         assert held - stats.num_used_slots < 8 * stats.num_running
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_gives_the_same_sequences(preset, llm):
+    """n = 3 is a group that forks under V0's scheduler and three requests elsewhere; the tokens are the same."""
+    params = SamplingParams(n=3, temperature=1.0, top_p=0.9, seed=11, max_tokens=9, ignore_eos=True)
+    prompts = [[i + 1] * (5 + 3 * i) for i in range(4)]
+    wanted = llm.generate(prompts, params, use_tqdm=False)
+    with LLM("dummy:tiny", dtype="float32", max_num_seqs=8, preset=preset, overrides=SMALL) as other:
+        got = other.generate(prompts, params, use_tqdm=False)
+    for a, b in zip(wanted, got, strict=True):
+        assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
