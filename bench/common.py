@@ -34,7 +34,17 @@ def parser(what: str, name: str) -> argparse.ArgumentParser:
 
 def emit(name: str, params: dict[str, Any], results: Any, out: Path | None) -> None:
     """Print the run as one JSON line, and append it to `out`."""
-    record = {
+    line = json.dumps(record(name, params, results))
+    print(line)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with open(out, "a") as file:
+            file.write(line + "\n")
+
+
+def record(name: str, params: dict[str, Any], results: Any) -> dict[str, Any]:
+    """What was measured, with all that made the number."""
+    return {
         "schema": SCHEMA,
         "bench": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -48,12 +58,6 @@ def emit(name: str, params: dict[str, Any], results: Any, out: Path | None) -> N
         "params": params,
         "results": results,
     }
-    line = json.dumps(record)
-    print(line)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a") as file:
-            file.write(line + "\n")
 
 
 def commit() -> str:

@@ -22,6 +22,7 @@ PACKAGE = ROOT / "minivllm"
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("", "errors", "registry"),
     ("machine", "features"),
+    ("matrix",),
     ("config",),
     ("request",),
     ("plan",),

@@ -1,0 +1,151 @@
+"""Latency, throughput and memory of a run, from the times of its tokens: the definitions, and nothing that measures.
+
+As the first design text of this project defines them, for each request with N output tokens:
+
+    TTFT     from the arrival to the first token. The arrival is when the workload wanted it, not when a busy engine
+             took it (an open loop: waiting counts).
+    latency  from the arrival to the last token.
+    TPOT     (latency - TTFT) / N, so that latency = TTFT + TPOT * N. (vLLM's benchmark divides by N - 1, which is the
+             mean ITL.)
+    ITL      the gaps between consecutive tokens, pooled over all requests. A p99 sees stalls only if they are more than
+             1 % of the gaps; itl_max sees every one. The mean over one request is (latency - TTFT) / (N - 1).
+    throughput  (input + output tokens of all requests) / (last token - first arrival). A prompt with n outputs counts
+             once.
+
+And of the engine:
+
+    host_ms      mean a step: schedule, prepare inputs, update.
+    kv_used      tokens held / slots allocated, summed over steps. Above 1 where requests share blocks.
+    kv_reserved, kv_internal, kv_external
+                 waste as in Figure 2 of the vLLM paper (kv/waste.py), each a fraction of the slots that are not free to
+                 be given out; the mean of samples taken every few steps.
+    preemptions  requests that lost their blocks.
+    stall_steps  longest run of steps in which a request that had its first token and was not finished got none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Metric(NamedTuple):
+    what: str
+    unit: str
+    higher_is_better: bool = False
+
+
+METRICS: dict[str, Metric] = {
+    "throughput": Metric("throughput (in + out)", "tokens/s", True),
+    "ttft_p50": Metric("time to first token, median", "ms"),
+    "ttft_p99": Metric("time to first token, p99", "ms"),
+    "tpot_p50": Metric("time per output token, median", "ms"),
+    "tpot_p99": Metric("time per output token, p99", "ms"),
+    "itl_p50": Metric("inter-token latency, median", "ms"),
+    "itl_p99": Metric("inter-token latency, p99", "ms"),
+    "itl_max": Metric("inter-token latency, worst", "ms"),
+    "latency_p50": Metric("latency, median", "ms"),
+    "latency_p99": Metric("latency, p99", "ms"),
+    "host_ms": Metric("host time a step", "ms"),
+    "kv_used": Metric("KV slots that hold a token", "of allocated", True),
+    "kv_reserved": Metric("KV slots reserved for later", "of taken"),
+    "kv_internal": Metric("KV slots wasted inside", "of taken"),
+    "kv_external": Metric("KV slots lost between", "of taken"),
+    "preemptions": Metric("preemptions", "requests"),
+    "stall_steps": Metric("longest stall of a decode", "steps"),
+    "num_steps": Metric("steps", "steps"),
+}
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One request: when it came and when each of its tokens did, in seconds; in which step, counted from 0."""
+
+    arrival: float
+    num_in: int
+    times: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+class StepRecord(NamedTuple):
+    host_ms: float
+    held: int  # tokens whose K and V live requests keep, each request counting its own
+    slots: int  # allocated to live requests
+    preempted: int
+    waste: tuple[float, float, float, float] | None = None  # tokens, reserved, internal, external, where it was sampled
+
+
+def metrics(timelines: Sequence[Timeline], steps: Sequence[StepRecord]) -> dict[str, float]:
+    """METRICS of one run; waste only where it was sampled. Every timeline has a token."""
+    ttft = [t.times[0] - t.arrival for t in timelines]
+    latency = [t.times[-1] - t.arrival for t in timelines]
+    tpot = [(t.times[-1] - t.times[0]) / len(t.times) for t in timelines]
+    itl = [after - before for t in timelines for before, after in pairwise(t.times)]
+    num_tokens = sum(t.num_in + len(t.times) for t in timelines)
+    seconds = max(t.times[-1] for t in timelines) - min(t.arrival for t in timelines)
+    found = {"throughput": num_tokens / seconds}
+    for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", itl), ("latency", latency)):
+        found[f"{name}_p50"], found[f"{name}_p99"] = (1e3 * np.percentile(values or [0.0], (50, 99))).tolist()
+    found["itl_max"] = 1e3 * max(itl, default=0.0)
+    slots = sum(s.slots for s in steps)
+    return (
+        found
+        | _waste(steps)
+        | {
+            "host_ms": float(np.mean([s.host_ms for s in steps])),
+            "kv_used": sum(s.held for s in steps) / slots if slots else 0.0,
+            "preemptions": sum(s.preempted for s in steps),
+            "stall_steps": max((b - a - 1 for t in timelines for a, b in pairwise(t.steps) if b > a), default=0),
+            "num_steps": len(steps),
+        }
+    )
+
+
+def _waste(steps: Sequence[StepRecord]) -> dict[str, float]:
+    samples = [[part / sum(s.waste) for part in s.waste] for s in steps if s.waste and sum(s.waste) > 0]
+    if not samples:
+        return {}
+    means = np.mean(samples, axis=0).tolist()
+    return dict(zip(("kv_reserved", "kv_internal", "kv_external"), means[1:], strict=True))
+
+
+class Ratio(NamedTuple):
+    ratio: float
+    low: float
+    high: float
+
+
+def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0, num: int = 10_000) -> Ratio | None:
+    """B / A paired by repetition: the geometric mean of the ratios, with its 95 % percentile-bootstrap interval.
+
+    None where a value is not positive (a count that was 0): there is no ratio. Few repetitions make the interval too
+    narrow: of 5, it leaves 1 out only if all 5 agree on the side, which chance alone does 6 % of the time.
+    """
+    if min(*a, *b) <= 0:
+        return None
+    logs = np.log(np.asarray(b) / np.asarray(a))
+    picks = np.random.default_rng(seed).integers(0, len(logs), (num, len(logs)))
+    low, high = np.percentile(logs[picks].mean(axis=1), (2.5, 97.5))
+    return Ratio(*(float(np.exp(value)) for value in (logs.mean(), low, high)))
+
+
+def verdict(metric: str, ratio: Ratio | None, a: Sequence[float] = (), b: Sequence[float] = ()) -> str:
+    """What B means for whoever switches from A: "better", "worse", or "" where the interval holds 1.
+
+    Counts that were 0 have no ratio: there all repetitions of at least 3 must agree.
+    """
+    if ratio is not None:
+        if ratio.low <= 1 <= ratio.high:
+            return ""
+        higher = ratio.low > 1
+    else:
+        signs = {(y > x) - (y < x) for x, y in zip(a, b, strict=True)}
+        if len(a) < 3 or signs not in ({1}, {-1}):
+            return ""
+        higher = signs == {1}
+    return "better" if higher == METRICS[metric].higher_is_better else "worse"

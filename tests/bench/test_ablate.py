@@ -1,0 +1,282 @@
+"""The ablation: its metrics, its intervals, its comparisons, and one run from end to end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).parent.parent.parent / "bench"
+sys.path.insert(0, str(BENCH))  # only while importing: bench/attention.py would hide tests/attention
+
+import ablate  # noqa: E402
+import latency  # noqa: E402
+import plots  # noqa: E402
+
+sys.path.remove(str(BENCH))
+
+from minivllm.config import EngineConfig  # noqa: E402
+from minivllm.errors import ConfigError  # noqa: E402
+from minivllm.features import FEATURES, Conflict  # noqa: E402
+
+# ---------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_of_a_run_written_by_hand():
+    # One request: wanted at 1 s, tokens at 2, 3 and 5 s; another: wanted at 2 s, its only token at 4 s.
+    timelines = [
+        latency.Timeline(1.0, 10, [2.0, 3.0, 5.0], [0, 1, 4], [7, 7, 7]),
+        latency.Timeline(2.0, 20, [4.0], [3], [7]),
+    ]
+    steps = [latency.StepRecord(2.0, 30, 40, 0), latency.StepRecord(4.0, 10, 40, 2)]
+    found = latency.metrics(timelines, steps)
+    assert found["ttft_p50"] == 1500 and found["latency_p50"] == 3000  # medians of 1, 2 and of 4, 2 s
+    assert found["itl_p50"] == 1500 and found["itl_max"] == 2000  # the gaps are 1 and 2 s
+    assert found["tpot_p50"] == 500  # (4 - 1) / 3 and 0: latency = TTFT + TPOT * N
+    assert found["throughput"] == (10 + 3 + 20 + 1) / 4
+    assert found["host_ms"] == 3 and found["kv_used"] == 0.5 and found["preemptions"] == 2
+    assert found["stall_steps"] == 2  # steps 2 and 3 brought the first request nothing
+
+
+def test_latency_is_ttft_plus_tpot_times_output_tokens():
+    timeline = latency.Timeline(0.25, 1, [1.0, 1.5, 3.25, 3.5], [0, 1, 2, 3], [1, 2, 3, 4])
+    found = latency.metrics([timeline], [latency.StepRecord(1.0, 1, 1, 0)])
+    assert found["latency_p50"] == pytest.approx(found["ttft_p50"] + 4 * found["tpot_p50"])
+
+
+def test_metrics_are_those_of_the_table():
+    found = latency.metrics([latency.Timeline(0.0, 1, [1.0], [0], [5])], [latency.StepRecord(1.0, 1, 1, 0)])
+    assert found.keys() == latency.METRICS.keys() - {"kv_reserved", "kv_internal", "kv_external"}
+
+
+def test_waste_is_a_fraction_of_what_is_not_free_and_the_mean_of_its_samples():
+    samples = [(0.2, 0.1, 0.1, 0.0), None, (0.5, 0.0, 0.0, 0.5)]
+    steps = [latency.StepRecord(1.0, 1, 1, 0, waste) for waste in samples]
+    found = latency.metrics([latency.Timeline(0.0, 1, [1.0], [0], [5])], steps)
+    assert [found[f"kv_{part}"] for part in ("reserved", "internal", "external")] == pytest.approx([0.125, 0.125, 0.25])
+
+
+# ---------------------------------------------------------------------------------------- intervals
+
+
+def test_a_constant_ratio_has_an_interval_of_no_width():
+    a = [1.0, 3.0, 0.5, 7.0, 2.0]  # the noise of a repetition cancels, because ratios are paired
+    assert latency.bootstrap_ratio(a, [2 * x for x in a]) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_the_interval_is_near_that_of_a_normal_mean():
+    generator = np.random.default_rng(3)
+    noise = generator.normal(0, 0.1, 400)
+    ratio = latency.bootstrap_ratio([1.0] * 400, (1.5 * np.exp(noise)).tolist())
+    half_width = 1.96 * noise.std() / 20  # of the mean logarithm
+    # 10,000 resamples know a 2.5 % quantile to about 2 % of the half width; 10 % is ample.
+    assert np.log(ratio.high / ratio.ratio) == pytest.approx(half_width, rel=0.1)
+    assert np.log(ratio.ratio / ratio.low) == pytest.approx(half_width, rel=0.1)
+    assert ratio == latency.bootstrap_ratio([1.0] * 400, (1.5 * np.exp(noise)).tolist())  # seeded
+
+
+def test_the_interval_covers_the_truth_nearly_as_often_as_it_says():
+    generator = np.random.default_rng(0)
+    hits = 0
+    for _ in range(200):
+        b = np.exp(generator.normal(np.log(2), 0.2, 30)).tolist()
+        ratio = latency.bootstrap_ratio([1.0] * 30, b, num=500)
+        hits += ratio.low <= 2 <= ratio.high
+    assert 180 <= hits <= 199  # 95 % of 200 is 190; its standard deviation is 3, and percentiles are a little narrow
+
+
+def test_a_count_of_zero_has_no_ratio_and_all_repetitions_must_agree():
+    assert latency.bootstrap_ratio([0, 1], [1, 1]) is None
+    assert latency.verdict("stall_steps", None, [3, 4, 5], [0, 0, 1]) == "better"
+    assert latency.verdict("stall_steps", None, [0, 0, 0], [1, 2, 1]) == "worse"
+    assert latency.verdict("stall_steps", None, [3, 0, 5], [0, 0, 1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("metric", "ratio", "means"),
+    [
+        ("throughput", (1.2, 1.1, 1.3), "better"),
+        ("throughput", (0.8, 0.7, 0.9), "worse"),
+        ("itl_p99", (1.2, 1.1, 1.3), "worse"),
+        ("itl_p99", (0.8, 0.7, 0.9), "better"),
+        ("itl_p99", (0.9, 0.7, 1.1), ""),
+    ],
+)
+def test_only_an_interval_without_1_is_better_or_worse(metric, ratio, means):
+    assert latency.verdict(metric, latency.Ratio(*ratio)) == means
+
+
+# ---------------------------------------------------------------------------------------- comparisons
+
+A = {"kv.prefix": "none", "scheduler.chunked_prefill": False, "runner.inputs": "rebuild", "kv.block_size": 8}
+
+
+def configs(a: dict | None = None) -> tuple[EngineConfig, EngineConfig]:
+    return EngineConfig.build("v1", A if a is None else a), EngineConfig.build("v1")
+
+
+def test_the_path_leads_from_a_to_b_one_switch_at_a_time_in_the_order_of_the_table():
+    a, b = configs()
+    path = [c for c in ablate.plan_comparisons(a, b)[0] if c.kind == "path"]
+    assert [c.switch.name for c in path] == ["chunked_prefill", "prefix", "inputs", "kv.block_size"]
+    assert path[0].a == a and path[-1].b == b
+    assert all(before.b == after.a for before, after in zip(path, path[1:], strict=False))
+    assert all(len(ablate.switches(c.a, c.b)) == 1 for c in path)
+
+
+def test_alone_takes_one_switch_out_of_b():
+    a, b = configs()
+    alone = [c for c in ablate.plan_comparisons(a, b)[0] if c.kind == "alone"]
+    assert len(alone) == len(A)
+    for comparison in alone:
+        assert comparison.b == b
+        ((field, values),) = comparison.switch.changes.items()
+        assert comparison.a == b.override({field: values[0]}) and values == (a.get(field), b.get(field))
+
+
+def test_one_difference_is_one_comparison_on_its_own_workload():
+    ((comparison,), skipped) = ablate.plan_comparisons(*configs({"kv.prefix": "none"}))
+    assert (comparison.kind, comparison.workload, comparison.switch.metric) == ("whole", "shared_prefix", "ttft_p50")
+    assert not skipped
+
+
+def test_equal_configurations_are_refused():
+    with pytest.raises(ConfigError, match="equal"):
+        ablate.plan_comparisons(*configs({}))
+
+
+def test_switches_that_conflict_half_way_go_together(monkeypatch):
+    conflict = Conflict(("chunked_prefill", True), ("prefix", "none"), "for this test")
+    monkeypatch.setattr("minivllm.config.CONFLICTS", (conflict,))
+    comparisons, skipped = ablate.plan_comparisons(*configs())
+    path = [c for c in comparisons if c.kind == "path"]
+    assert [c.switch.name for c in path] == ["chunked_prefill + prefix", "inputs", "kv.block_size"]
+    assert path[-1].b == configs()[1]
+    assert not skipped
+    alone = [c for c in comparisons if c.kind == "alone"]
+    assert [c.switch.name for c in alone][:2] == ["chunked_prefill", "prefix + chunked_prefill"]
+    assert alone[1].workload == "shared_prefix"  # the switch's own
+
+
+def test_what_cannot_be_compared_is_said(monkeypatch):
+    a, b = configs({"kv.prefix": "none", "kv.block_size": 8})
+    conflict = Conflict(("inputs", "persistent"), ("prefix", "none"), "for this test")
+    monkeypatch.setattr("minivllm.config.CONFLICTS", (conflict,))
+    _, skipped = ablate.plan_comparisons(a, b)
+    assert len(skipped) == 1 and "prefix" in skipped[0] and "for this test" in skipped[0]
+
+
+# ---------------------------------------------------------------------------------------- a run
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("ablate") / "ablate-test.json"
+    args = ["--quick", "--virtual", "--repetitions", "2", "--num-requests", "4", "--scale", "0.1", "--out", str(out)]
+    assert ablate.main([*args, "--set-a", "kv.prefix=none", "--set-a", "runner.inputs=rebuild"]) == 0
+    return out
+
+
+def test_a_run_measures_every_metric_in_every_repetition(result):
+    record = json.loads(result.read_text())
+    assert record["schema"] == "minivllm.bench/1" and record["bench"] == "ablate"
+    rows = record["results"]["rows"]
+    assert [(row["kind"], row["switch"]) for row in rows[1:]] == [
+        (kind, switch) for kind in ("path", "alone") for switch in ("prefix", "inputs")
+    ]
+    for row in rows:
+        assert row["outputs"]["num_different"] == 0 < row["outputs"]["num"]
+        for side in "ab":
+            assert row["values"][side].keys() == latency.METRICS.keys()
+            assert all(len(values) == 2 for values in row["values"][side].values())
+        assert 0 < row["ratios"]["throughput"]["low"] <= row["ratios"]["throughput"]["ratio"]
+
+
+def test_virtual_time_makes_the_same_plans_again(result, tmp_path):
+    out = tmp_path / "again.json"
+    args = [
+        "--quick",
+        "--virtual",
+        "--repetitions",
+        "2",
+        "--num-requests",
+        "4",
+        "--scale",
+        "0.1",
+        "--out",
+        str(out),
+        "--kinds",
+        "whole",
+    ]
+    ablate.main([*args, "--set-a", "kv.prefix=none", "--set-a", "runner.inputs=rebuild"])
+    first, again = (json.loads(path.read_text())["results"]["rows"][0]["values"] for path in (result, out))
+    for name in ("kv_used", "preemptions", "stall_steps", "num_steps"):
+        assert [first[side][name] for side in "ab"] == [again[side][name] for side in "ab"]
+
+
+def test_real_time_counts_the_wait_from_when_the_workload_wanted_the_request(tmp_path):
+    out = tmp_path / "real.json"
+    args = ["--quick", "--repetitions", "1", "--num-requests", "3", "--rate", "30", "--out", str(out)]
+    assert ablate.main([*args, "--set-a", "kv.prefix=none", "--workload", "alpaca"]) == 0
+    (row,) = json.loads(out.read_text())["results"]["rows"]
+    assert min(row["values"]["a"]["ttft_p50"]) > 0
+
+
+def test_plots_and_table_are_written_beside_the_result(result):
+    written = plots.write(result)
+    assert [path.suffix for path in written] == [".png", ".svg", ".md"]
+    png, svg, md = (path.read_bytes() for path in written)
+    assert png.startswith(b"\x89PNG") and b"<svg" in svg
+    assert md.decode().count("\n|") == 2 + 5  # head, rule, and a line a comparison
+
+
+def a_record(low: float, high: float, different: int = 0, repetitions: int = 5) -> dict:
+    switch = ablate.Switch("prefix", {"kv.prefix": ("none", "hash")}, "shared_prefix", "ttft_p50")
+    comparison = ablate.Comparison("whole", switch, *configs(), "shared_prefix")
+    values = {
+        "a": [dict.fromkeys(latency.METRICS, 1.0) for _ in range(repetitions)],
+        "b": [dict.fromkeys(latency.METRICS, value) for value in np.linspace(low, high, repetitions)],
+    }
+    row = ablate.row(comparison, values, {"num": 4, "num_different": different})
+    params = {"repetitions": 2, "model": "m", "dtype": "float32", "virtual": False}
+    machine = {"num_cores": 2, "cpu": "c"}
+    results = {"from": "v1", "to": "v1", "rows": [row], "skipped": []}
+    row["shape"] = {"scale": 0.5}
+    return {"params": params, "machine": machine, "commit": "c", "date": "2026-11-21T", "results": results}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "says"), [(1.2, 1.3, "**LOSES**"), (0.5, 0.6, "wins"), (0.9, 1.1, "no difference shown")]
+)
+def test_a_switch_that_loses_is_marked_in_the_table_and_the_title_concludes(low, high, says):
+    record = a_record(low, high)
+    assert says in plots.markdown(record)
+    word = {"wins": "better", "**LOSES**": "worse"}.get(says, "no difference")
+    assert word in plots.conclusion(record) and "prefix: none → hash" in plots.conclusion(record)
+
+
+def test_too_few_repetitions_mark_nothing():
+    assert "no difference shown" in plots.markdown(a_record(1.2, 1.3, repetitions=ablate.ENOUGH - 1))
+
+
+def test_outputs_that_differ_are_said_loudly():
+    record = a_record(1.0, 1.0, different=3)
+    assert "OUTPUTS DIFFER (3 of 4)" in plots.markdown(record) and "OUTPUTS" in plots.conclusion(record)
+
+
+def test_a_pool_has_equal_memory_whatever_its_block_size():
+    scenes = [ablate.draw("fixed", num_requests=3, scale=0.5)]
+    sizes = []
+    for block_size in (1, 16):
+        config = ablate.sized(EngineConfig.build(overrides={"kv.block_size": block_size}), scenes, None)
+        sizes.append(config.kv.num_blocks * block_size)
+    assert 0 <= sizes[1] - sizes[0] <= 31  # rounded up to blocks, and one more
+
+
+def test_the_feature_table_names_workloads_and_metrics_that_exist():
+    for feature in FEATURES:
+        assert feature.workload in ("", *ablate.WORKLOADS), feature.name
+        assert feature.metric in ("", *latency.METRICS), feature.name
