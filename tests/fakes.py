@@ -7,13 +7,13 @@ FakeWorker is a model whose next token is a hash of all tokens before it, read b
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import Future
 
 import numpy as np
 
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build_kv, build_scheduler
 from minivllm.engine.core import EngineCore
+from minivllm.executor.uni import UniExecutor
 from minivllm.features import INPUT_BUILDERS
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import EngineRequest, SamplingParams
@@ -86,27 +86,6 @@ class FakeWorker:
         return next_token(tokens.tolist(), positions.tolist())
 
 
-class FakeExecutor:
-    """Runs FakeWorker.execute at once."""
-
-    def __init__(self, worker: FakeWorker):
-        self.worker = worker
-
-    def submit(self, plan: StepPlan) -> Future[StepOutput]:
-        future: Future[StepOutput] = Future()
-        try:
-            future.set_result(self.worker.execute(plan))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def call(self, method, *args):
-        return [getattr(self.worker, method)(*args)]
-
-    def shutdown(self):
-        pass
-
-
 class FakeEngine:
     """The real control plane of a configuration over the fake model."""
 
@@ -124,7 +103,7 @@ class FakeEngine:
         sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)
         self.worker = FakeWorker(sizes, config.runner.inputs)
         self.now = 0.0
-        self.core = EngineCore(self.scheduler, FakeExecutor(self.worker), clock=lambda: self.now, check=True)
+        self.core = EngineCore(self.scheduler, UniExecutor(lambda: self.worker), clock=lambda: self.now, check=True)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
 

@@ -7,12 +7,13 @@ import math
 from concurrent.futures import Future
 
 import pytest
-from fakes import FakeEngine, FakeExecutor, FakeWorker
+from fakes import FakeEngine, FakeWorker
 
 from minivllm import trace
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build
 from minivllm.errors import UserError
+from minivllm.executor.uni import UniExecutor
 from minivllm.plan import Delta, Join, StepOutput, StepPlan, StepStats
 from minivllm.request import EngineRequest, SamplingParams
 
@@ -169,7 +170,7 @@ def test_a_recorded_run_with_preemptions_replays_on_a_fresh_worker(tmp_path, inp
     engine = fake_run(tmp_path / "run.jsonl")
     recorded = trace.plans(tmp_path / "run.jsonl")
     assert sum(plan.stats.num_preempted for plan in recorded) > 0
-    report = trace.replay(tmp_path / "run.jsonl", FakeExecutor(FakeWorker(engine.worker.sizes, inputs)))
+    report = trace.replay(tmp_path / "run.jsonl", UniExecutor(lambda: FakeWorker(engine.worker.sizes, inputs)))
     assert report.divergence is None and report.num_steps == len(recorded)
     assert report.num_tokens == sum(map(len, engine.tokens.values()))
 

@@ -13,14 +13,10 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from minivllm.config import Decision
-from minivllm.engine.build import build
-from minivllm.engine.core import EngineStats, Observer
-from minivllm.engine.frontend import FrontEnd, OutputKind, Prompt
-from minivllm.engine.llm import make_config
+from minivllm.engine.frontend import EngineHandle, OutputKind, Prompt
 from minivllm.engine.output import RequestOutput
 from minivllm.errors import BadRequest, EngineDead
 from minivllm.plan import Delta
@@ -29,27 +25,10 @@ from minivllm.request import EngineRequest, SamplingParams
 logger = logging.getLogger("minivllm")
 
 
-class AsyncLLM:
-    """Takes the same arguments as LLM. Use one event loop at a time; close with `await shutdown()`."""
+class AsyncLLM(EngineHandle):
+    """Streams. Arguments: see EngineHandle. Use one event loop at a time; close with `await shutdown()`."""
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        preset: str = "v1",
-        overrides: Mapping[str, Any] | None = None,
-        observers: Sequence[Observer] = (),
-        **vllm_names: Any,
-    ):
-        engine = build(make_config(model, preset, overrides, vllm_names), observers)
-        self.config = engine.config
-        self.decisions: list[Decision] = engine.decisions
-        self.max_model_len = engine.max_model_len
-        self.model_name = engine.model_name
-        self.info = engine.info
-        self._core = engine.core
-        self._front = FrontEnd(engine)
-        self.tokenizer = self._front.tokenizer
+    def _start(self) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -103,10 +82,6 @@ class AsyncLLM:
             self._abort(request_id)
             if output is not None:
                 stream.put_nowait(output)
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._core.stats
 
     @property
     def is_running(self) -> bool:

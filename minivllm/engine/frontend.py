@@ -10,7 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from minivllm.engine.build import Engine
+from minivllm.config import Decision, EngineConfig, from_vllm_names
+from minivllm.engine.build import Engine, build
+from minivllm.engine.core import EngineStats, Observer
 from minivllm.engine.output import OutputProcessor, RequestOutput
 from minivllm.engine.prepare import child_ids, children, prepare
 from minivllm.engine.tokenizer import TextTokenizer
@@ -21,6 +23,50 @@ from minivllm.request import EngineRequest, SamplingParams
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 OutputKind = Literal["cumulative", "delta", "final"]
 Messages = Sequence[Mapping[str, Any]]
+
+
+def make_config(
+    model: str | None, preset: str, overrides: Mapping[str, Any] | None, vllm_names: Mapping[str, Any]
+) -> EngineConfig:
+    """One configuration from every way to say it; `overrides` win over vLLM's names, those over the preset."""
+    named = from_vllm_names({"model": model, **vllm_names} if model is not None else vllm_names)
+    return EngineConfig.build(preset, {**named, **(overrides or {})})
+
+
+class EngineHandle:
+    """A model and its engine in this process: the ground of LLM and AsyncLLM.
+
+    model: an alias, a folder, a .gguf file, dummy:<shape> or a Hub id; the default needs no account and no GPU.
+    preset and overrides={"kv.prefix": "none"} set any option; vLLM's keywords (max_model_len, max_num_seqs,
+    max_num_batched_tokens, enable_prefix_caching, dtype, seed ...) do the same for the common ones.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        preset: str = "v1",
+        overrides: Mapping[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
+        **vllm_names: Any,
+    ):
+        engine = build(make_config(model, preset, overrides, vllm_names), observers)
+        self.config = engine.config
+        self.decisions: list[Decision] = engine.decisions
+        self.max_model_len = engine.max_model_len
+        self.model_name = engine.model_name
+        self.info = engine.info
+        self._core = engine.core
+        self._front = FrontEnd(engine)
+        self.tokenizer = self._front.tokenizer
+        self._start()
+
+    def _start(self) -> None:
+        """What a subclass needs beside the engine."""
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._core.stats
 
 
 class FrontEnd:

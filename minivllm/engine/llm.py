@@ -6,52 +6,21 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from minivllm.config import Decision, EngineConfig, from_vllm_names
 from minivllm.engine.beam import BeamSearch, BeamSearchParams, search
-from minivllm.engine.build import build
 from minivllm.engine.client import InprocClient
-from minivllm.engine.core import EngineStats, Observer
-from minivllm.engine.frontend import FrontEnd, Messages, Prompt
+from minivllm.engine.frontend import EngineHandle, Messages, Prompt
 from minivllm.engine.output import CompletionOutput, RequestOutput
+from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
 from minivllm.plan import PositionLogprobs
 from minivllm.request import SamplingParams
 
 
-def make_config(
-    model: str | None, preset: str, overrides: Mapping[str, Any] | None, vllm_names: Mapping[str, Any]
-) -> EngineConfig:
-    """One configuration from every way to say it; `overrides` win over vLLM's names, those over the preset."""
-    named = from_vllm_names({"model": model, **vllm_names} if model is not None else vllm_names)
-    return EngineConfig.build(preset, {**named, **(overrides or {})})
+class LLM(EngineHandle):
+    """Offline batches: a call returns when all of its prompts are done. Arguments: see EngineHandle."""
 
-
-class LLM:
-    """A model and its engine, in this process.
-
-    model: an alias, a folder, a .gguf file, dummy:<shape> or a Hub id; the default needs no account and no GPU.
-    preset and overrides={"kv.prefix": "none"} set any option; vLLM's keywords (max_model_len, max_num_seqs,
-    max_num_batched_tokens, enable_prefix_caching, dtype, seed ...) do the same for the common ones.
-    """
-
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        preset: str = "v1",
-        overrides: Mapping[str, Any] | None = None,
-        observers: Sequence[Observer] = (),
-        **vllm_names: Any,
-    ):
-        engine = build(make_config(model, preset, overrides, vllm_names), observers)
-        self.config = engine.config
-        self.decisions: list[Decision] = engine.decisions
-        self.max_model_len = engine.max_model_len
-        self.model_name = engine.model_name
-        self.info = engine.info
-        self._core = engine.core
-        self._client = InprocClient(engine.core)
-        self._front = FrontEnd(engine)
+    def _start(self) -> None:
+        self._client = InprocClient(self._core)
         self._ids = count()
 
     def generate(
@@ -129,19 +98,15 @@ class LLM:
         return [self._beam_output(text, one) for text, one in zip(texts, searches, strict=True)]
 
     def _beam_output(self, text: str | None, one: BeamSearch) -> RequestOutput:
-        decode = self._front.tokenizer.decode
+        decode = self.tokenizer.decode
         completions = [
             CompletionOutput(i, decode(beam.token_ids), list(beam.token_ids), beam.logprob, None, beam.finish_reason)
             for i, beam in enumerate(one.finished)
         ]
         return RequestOutput(str(next(self._ids)), text, one.prompt_token_ids, outputs=completions, finished=True)
 
-    def get_tokenizer(self):
-        return self._front.tokenizer
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._core.stats
+    def get_tokenizer(self) -> TextTokenizer:
+        return self.tokenizer
 
     def shutdown(self) -> None:
         """Free the model and the cache, close traces. The object cannot be used afterwards."""
