@@ -6,11 +6,14 @@ Nothing here imports torch: `--help`, `features` and a wrong flag answer at once
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
 import shutil
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from minivllm.config import PRESETS, VLLM_NAMES, EngineConfig, from_vllm_names, parse_set
@@ -82,6 +85,25 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         sys.stderr.close()
         code = 0
     sys.exit(code or 0)
+
+
+@contextlib.contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """For importing torch and loading a model: Ctrl-C ends the process here and now, with 130.
+
+    A KeyboardInterrupt that happens to be raised in one of importlib's callbacks, or in an extension's, is printed
+    there and forgotten, and the program would load on. Nothing is left half done: see loading/cache.py.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        os.write(2, b"interrupted\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def add_subcommands(parser: Parser) -> Any:

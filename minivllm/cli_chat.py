@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from minivllm.cli import Parser, add_engine_options, engine_options, recorders
+from minivllm.cli import Parser, add_engine_options, engine_options, interrupts_end_at_once, recorders
 from minivllm.config import DEFAULT_MODEL
 from minivllm.errors import BadRequest, UserError
 from minivllm.request import SamplingParams
@@ -41,9 +41,10 @@ class LocalModel:
     def __init__(self, params: SamplingParams, trace: str | None, **options: Any):
         self.name = options.get("model", DEFAULT_MODEL)
         print(f"Loading {self.name} ...", flush=True)
-        from minivllm.engine.async_llm import AsyncLLM
+        with interrupts_end_at_once():
+            from minivllm.engine.async_llm import AsyncLLM
 
-        self._engine = AsyncLLM(observers=recorders(trace), **options)
+            self._engine = AsyncLLM(observers=recorders(trace), **options)
         self._params = params
         self._runner = asyncio.Runner()
         self._ids = itertools.count()

@@ -14,7 +14,15 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from minivllm.cli import Parser, add_engine_options, engine_options, fail, print_table, recorders
+from minivllm.cli import (
+    Parser,
+    add_engine_options,
+    engine_options,
+    fail,
+    interrupts_end_at_once,
+    print_table,
+    recorders,
+)
 from minivllm.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -96,15 +104,15 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     model = options.get("model", DEFAULT_MODEL)
     print(f"Loading {model} ...", flush=True)
-
-    from minivllm.engine.async_llm import AsyncLLM
-    from minivllm.engine.metrics import Metrics
-    from minivllm.serve.app import create_app
-    from minivllm.serve.server import Server
-
     names = args.served_model_name or [model]
-    metrics = Metrics(names[0])
-    engine = AsyncLLM(observers=[metrics, *recorders(args.trace)], **options)
+    with interrupts_end_at_once():
+        from minivllm.engine.async_llm import AsyncLLM
+        from minivllm.engine.metrics import Metrics
+        from minivllm.serve.app import create_app
+        from minivllm.serve.server import Server
+
+        metrics = Metrics(names[0])
+        engine = AsyncLLM(observers=[metrics, *recorders(args.trace)], **options)
     app = create_app(engine, metrics, names, api_key=args.api_key)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
