@@ -186,7 +186,3 @@ class Request:
     def num_final_slots(self, max_model_len: int) -> int:
         """KV slots if it runs to its max_tokens. The last token of all is never fed back, so it needs none."""
         return min(self.num_prompt_tokens + (self.params.max_tokens or max_model_len), max_model_len) - 1
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minivllm.plan import StepPlan
 from minivllm.request import Request
-
-BlockKey = Hashable  # what a prefix index knows a full block by; equal keys mean equal tokens from the very beginning
 
 
 @dataclass(slots=True)

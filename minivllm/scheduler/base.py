@@ -17,7 +17,7 @@ from typing import Protocol
 
 from minivllm.errors import BadRequest, NeverFits
 from minivllm.kv.base import KVManager
-from minivllm.plan import Delta, Join, StepOutput, StepPlan, StepStats
+from minivllm.plan import Delta, Join, StepOutput, StepPlan
 from minivllm.request import Request
 from minivllm.scheduler.admission import Admission, AdmitAll
 from minivllm.scheduler.policy import FCFS, Policy
@@ -183,7 +183,6 @@ class SchedulerBase:
 
     def _new_plan(self) -> StepPlan:
         plan = StepPlan(step=self._num_steps, leaves=self._leaves)
-        plan.stats.num_preempted = 0
         self._num_steps += 1
         self._leaves = []
         return plan
@@ -214,17 +213,11 @@ class SchedulerBase:
         limits, usage = self.limits, self.kv.usage
         self.kv.moves.drain(plan)
         total = plan.total_tokens
-        plan.stats = StepStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_free_blocks=usage.num_free,
-            num_cached_blocks=usage.num_cached,
-            num_total_blocks=usage.num_total,
-            num_used_slots=sum(plan.start.values()) + total,
-            num_preempted=plan.stats.num_preempted,
-            prefix_queries=plan.stats.prefix_queries,
-            prefix_hits=plan.stats.prefix_hits,
-        )
+        stats = plan.stats  # its other fields were counted while planning
+        stats.num_running, stats.num_waiting = len(self.running), len(self.waiting)
+        stats.num_free_blocks, stats.num_cached_blocks = usage.num_free, usage.num_cached
+        stats.num_total_blocks = usage.num_total
+        stats.num_used_slots = sum(plan.start.values()) + total
         assert total <= limits.max_num_batched_tokens, "the step's token budget is exceeded"
         assert len(self.running) <= limits.max_num_seqs, "more requests run than may"
         assert plan.num_tokens.keys() == plan.start.keys()
