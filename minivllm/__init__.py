@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "LLM": "minivllm.engine.llm",
     "AsyncLLM": "minivllm.engine.async_llm",
-    "BeamSearchParams": "minivllm.engine.beam",
+    "BeamSearchParams": "minivllm.request",
     "EngineConfig": "minivllm.config",
     "SamplingParams": "minivllm.request",
 }
@@ -20,9 +20,8 @@ __all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "SamplingParam
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig
     from minivllm.engine.async_llm import AsyncLLM
-    from minivllm.engine.beam import BeamSearchParams
     from minivllm.engine.llm import LLM
-    from minivllm.request import SamplingParams
+    from minivllm.request import BeamSearchParams, SamplingParams
 
 
 def __getattr__(name: str) -> Any:

@@ -39,6 +39,7 @@ class KVConfig(Section):
     allocation: str = "paged"
     prefix: str = "hash"
     hash: str = "sha256_cbor"
+    fork: Literal["share", "lookup"] = "lookup"
     preemption: str = "recompute"
     swap_memory: str = "1GiB"  # of the host, for the KV of preempted requests; used only if kv.preemption can swap
     hash_seed: str | None = None  # fixes the key of the prefix hash; None: random, so that nobody can aim a collision
@@ -151,6 +152,7 @@ PRESETS: dict[str, Preset] = {
             "scheduler.chunked_prefill": False,
             "kv.preemption": "auto",
             "kv.prefix": "none",
+            "kv.fork": "share",
             "runner.inputs": "rebuild",
         },
         "vLLM V0 (June 2023): phased scheduler, sequence groups, swapping, inputs made from scratch in each step. "

@@ -171,6 +171,17 @@ FEATURES: tuple[Feature, ...] = (
         metric="host_ms",
     ),
     Feature(
+        "fork",
+        "kv.fork",
+        ("share", "lookup"),
+        "lookup",
+        "what a forked sequence (a beam; under V0 also n > 1) starts from: its parent's blocks, copied on write (V0), "
+        "or what the prefix cache holds of it (V1)",
+        chapter="08",
+        workload="beam",
+        metric="throughput",
+    ),
+    Feature(
         "preemption",
         "kv.preemption",
         PREEMPTIONS.names(),
@@ -245,12 +256,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         "V0's scheduler computes a prompt whole: a step is all prefill or all decode",
     ),
     Conflict(("scheduler", "static"), ("chunked_prefill", True), "static batching computes prompts whole"),
+    Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")
         for allocation in ("max", "pow2", "oracle")
         for axis, option, why in (
             ("prefix", "hash", "belongs to one request: nothing in it can be shared"),
             ("prefix", "radix", "belongs to one request: nothing in it can be shared"),
+            ("fork", "share", "belongs to one request: nothing in it can be shared"),
             ("preemption", "swap", "is given back whole: there are no blocks to move"),
             ("preemption", "auto", "is given back whole: there are no blocks to move"),
         )

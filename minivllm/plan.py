@@ -55,10 +55,11 @@ class StepPlan:
     new_blocks: dict[str, list[int]] = field(default_factory=dict)  # appended to each block table
     leaves: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last plan; applied first
     stats: StepStats = field(default_factory=StepStats)
-    # Block moves, done before the forward in this order, each column as one batch:
+    # Block moves, done before the forward in this order, each column as one batch. A block that is copied from may be
+    # free by now, so the copies come before what comes in:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (shared block, its private copy): copy-on-write
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     notes: list[str] = field(default_factory=list)  # why the scheduler did something, for whoever reads the trace
 
     @property

@@ -112,6 +112,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return msgspec.structs.replace(self, **changes)
 
 
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Keep the beam_width likeliest completions. Names as in vLLM's class of the same name; length_penalty and
+    early_stopping mean what they mean in transformers' `generate(num_beams=...)`.
+
+    A step looks at the 2 * beam_width likeliest tokens of each beam, and MAX_LOGPROBS of them can be reported.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def __post_init__(self) -> None:
+        _number("beam_width", self.beam_width, low=1, high=MAX_LOGPROBS // 2, integer=True)
+        _number("max_tokens", self.max_tokens, low=1, integer=True)
+        _number("length_penalty", self.length_penalty, low=-math.inf)
+
+    @property
+    def step(self) -> SamplingParams:
+        """What a beam asks of each step: the likeliest token, and the log-probabilities of its rivals."""
+        return SamplingParams(
+            temperature=0.0,
+            seed=0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=2 * self.beam_width,
+        )
+
+
 def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_open=False, integer=False, param=None):
     kinds = int if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
@@ -139,6 +169,12 @@ class EngineRequest(msgspec.Struct, array_like=True, gc=False):
     adapter: str = ""
     cache_salt: str = ""  # requests share prefix-cache blocks only within one salt
     group: str = ""  # requests that are sequences of one prompt (n > 1) name the same group, and arrive together
+    beam: BeamSearchParams | None = None  # then `group` names the request, whose outputs are its sequence_ids
+
+
+def sequence_ids(request_id: str, n: int) -> list[str]:
+    """What the engine core calls the n outputs of one request."""
+    return [request_id] if n == 1 else [f"{request_id}#{i}" for i in range(n)]
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +190,7 @@ class Request:
     adapter: str = ""
     cache_salt: str = ""
     group: str = ""
+    beam: BeamSearchParams | None = None
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache
     num_cached_tokens: int = 0  # of these, how many the prefix cache gave at the first admission
     num_preemptions: int = 0
@@ -173,6 +210,7 @@ class Request:
             adapter=er.adapter,
             cache_salt=er.cache_salt,
             group=er.group,
+            beam=er.beam,
         )
 
     @property

@@ -16,12 +16,14 @@ from minivllm.engine.core import EngineCore
 from minivllm.executor.uni import UniExecutor
 from minivllm.features import INPUT_BUILDERS
 from minivllm.plan import Delta, StepOutput, StepPlan
-from minivllm.request import EngineRequest, SamplingParams
+from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
 from minivllm.runner.inputs import BatchKey, InputSizes, Rows
 from minivllm.scheduler.base import Limits
+from minivllm.scheduler.beam_search import BeamSearch
 
 VOCAB = 100
 EOS = 7
+MAX_RIVALS = 6  # the fake model reports so many tokens a position: beams of width 3 at most
 NUM_HOST_BLOCKS = 12  # few, so that the host is full at times
 COSTS = {"seconds_per_token": 1e-3, "seconds_per_block": 1e-3}  # what is worth moving: more than half a block of 4
 
@@ -30,6 +32,25 @@ def next_token(tokens: list[int], positions: list[int] | None = None) -> int:
     """The fake model. Correct positions are 0, 1, 2 ..."""
     payload = np.array([tokens, positions or range(len(tokens))], np.int64).tobytes()
     return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little") % VOCAB
+
+
+def likeliest(tokens: list[int], positions: list[int] | None = None) -> list[tuple[int, float, int]]:
+    """The fake model's distribution: next_token is likeliest, its rivals are hashes too. (token, log-probability,
+    rank), the token taken first and again among the likeliest, as a sampler reports it."""
+    first = next_token(tokens, positions)
+    rivals = {(first + 1 + next_token([*tokens, i]) % (VOCAB - 1)) % VOCAB for i in range(12)}
+    ranked = [first, *sorted(rivals - {first})][:MAX_RIVALS]
+    top = [(token, -0.4 - 0.3 * rank - token / 1000, rank + 1) for rank, token in enumerate(ranked)]
+    return [top[0], *top]
+
+
+def beam_oracle(prompt: list[int], params: BeamSearchParams, max_model_len: int = 10**9) -> list[list[int]]:
+    """The rules of beam search over the fake model, with no engine in between."""
+    eos = () if params.ignore_eos else (EOS,)
+    search = BeamSearch(params, eos, min(params.max_tokens, max_model_len - len(prompt)))
+    while not search.done:
+        search.advance([likeliest([*prompt, *beam.token_ids]) for beam in search.running])
+    return [list(finished.beam.token_ids) for finished in search.finished]
 
 
 def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9) -> list[int]:
@@ -49,6 +70,7 @@ class FakeWorker:
         self.sizes = sizes
         self.inputs = INPUT_BUILDERS.get(inputs)(sizes)
         self.rows = Rows(sizes.max_rows)
+        self.reports: set[str] = set()  # who asked for log-probabilities
         self.padding = padding  # dummy token rows in each batch
         num_slots = (sizes.spare_block + 1) * sizes.block_size
         self.kv = np.full((2, num_slots), -1, np.int64)  # token id and position of each slot
@@ -56,21 +78,30 @@ class FakeWorker:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         for req_id in plan.leaves:
-            self.rows.leave(req_id)
+            if req_id in self.rows.of:  # not there if the step that it should have joined in failed
+                self.rows.leave(req_id)
+        self.reports -= set(plan.leaves)
+        self.reports |= {join.req_id for join in plan.joins if join.params.logprobs is not None}
         self.inputs.apply(plan, [self.rows.join(join.req_id) for join in plan.joins])
         self._move(self.kv, self.host, plan.swap_out)
-        self._move(self.host, self.kv, plan.swap_in)
         self._move(self.kv, self.kv, plan.copies)
+        self._move(self.host, self.kv, plan.swap_in)
         if not plan.num_tokens:
             return StepOutput()
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens + self.padding))
         assert len(np.unique(batch.slot_mapping[: batch.num_tokens])) == batch.num_tokens, "two tokens share a slot"
         self.kv[:, batch.slot_mapping] = batch.token_ids, batch.positions
-        tokens = [self._sample(batch, r) for r in batch.sample_requests.tolist()]
+        contexts = [self._context(batch, r) for r in batch.sample_requests.tolist()]
+        tokens = [next_token(*context) for context in contexts]
         for r, at in zip(batch.sample_requests.tolist(), batch.sample_tokens.tolist(), strict=True):
             assert at == batch.query_start[r + 1] - 1
         self.inputs.append(batch, np.array(tokens, np.int64))
-        return StepOutput({batch.req_ids[r]: [t] for r, t in zip(batch.sample_requests.tolist(), tokens, strict=True)})
+        ids = [batch.req_ids[r] for r in batch.sample_requests.tolist()]
+        out = StepOutput({req_id: [token] for req_id, token in zip(ids, tokens, strict=True)})
+        for req_id, context in zip(ids, contexts, strict=True):
+            if req_id in self.reports:
+                out.logprobs[req_id] = [likeliest(*context)]
+        return out
 
     def _move(self, source: np.ndarray, target: np.ndarray, moves: list[tuple[int, int]]) -> None:
         size = self.sizes.block_size
@@ -78,12 +109,13 @@ class FakeWorker:
         for (_, b), block in zip(moves, content, strict=True):
             target[:, b * size : (b + 1) * size] = block
 
-    def _sample(self, batch, r: int) -> int:
+    def _context(self, batch, r: int) -> tuple[list[int], list[int]]:
+        """The tokens and positions that request r's newest token attends to, as its block table says."""
         block_size = self.sizes.block_size
         at = np.arange(batch.seq_lens[r])
         slots = batch.block_tables[r, at // block_size].astype(np.int64) * block_size + at % block_size
         tokens, positions = self.kv[:, slots]
-        return next_token(tokens.tolist(), positions.tolist())
+        return tokens.tolist(), positions.tolist()
 
 
 class FakeEngine:
@@ -99,11 +131,12 @@ class FakeEngine:
         limits = Limits(
             config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, self.kv.capacity
         )
-        self.scheduler = build_scheduler(config, self.kv, limits)
+        scheduler = build_scheduler(config, self.kv, limits)
+        self.scheduler = scheduler.base  # to look at; requests go through the core
         sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)
         self.worker = FakeWorker(sizes, config.runner.inputs)
         self.now = 0.0
-        self.core = EngineCore(self.scheduler, UniExecutor(lambda: self.worker), clock=lambda: self.now, check=True)
+        self.core = EngineCore(scheduler, UniExecutor(lambda: self.worker), clock=lambda: self.now, check=True)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
 
@@ -113,6 +146,17 @@ class FakeEngine:
         self.core.add(EngineRequest(req_id, prompt, params, self.now, priority, "", cache_salt, group))
         self.tokens[req_id] = []
         return params
+
+    def add_beams(self, request_id: str, prompt: list[int], beam: BeamSearchParams) -> list[str]:
+        """The ids of its outputs."""
+        eos = () if beam.ignore_eos else (EOS,)
+        room = self.max_model_len - len(prompt)
+        params = beam.step.replace(eos_token_ids=eos, max_tokens=min(beam.max_tokens, room))
+        ids = sequence_ids(request_id, beam.beam_width)
+        group = request_id if len(ids) > 1 else ""
+        self.core.add(EngineRequest(ids[0], prompt, params, self.now, 0, "", "", group, beam))
+        self.tokens.update({req_id: [] for req_id in ids})
+        return ids
 
     def step(self) -> list[Delta]:
         self.now += 1.0

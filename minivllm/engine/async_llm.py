@@ -20,7 +20,7 @@ from minivllm.engine.frontend import EngineHandle, OutputKind, Prompt
 from minivllm.engine.output import RequestOutput
 from minivllm.errors import BadRequest, EngineDead
 from minivllm.plan import Delta
-from minivllm.request import EngineRequest, SamplingParams
+from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams
 
 logger = logging.getLogger("minivllm")
 
@@ -41,7 +41,7 @@ class AsyncLLM(EngineHandle):
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -50,7 +50,8 @@ class AsyncLLM(EngineHandle):
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come; the last one has finished=True. Leaving the iterator early aborts the request.
 
-        output_kind: each output holds all text so far, only what is new, or ("final") there is only the last one.
+        output_kind: each output holds all text so far, only what is new, or ("final") there is only the last one; beams
+        come all at once, at the end.
         Raises BadRequest before the first item, EngineDead if the step loop has ended.
         """
         if request_id in self._streams:

@@ -17,7 +17,8 @@ from minivllm.kv.base import KVManager
 from minivllm.kv.contiguous import ContiguousKVManager, Reservation, reserve_max, reserve_oracle, reserve_pow2
 from minivllm.kv.manager import PagedKVManager
 from minivllm.scheduler.admission import Admission
-from minivllm.scheduler.base import Limits, Scheduler
+from minivllm.scheduler.base import Limits
+from minivllm.scheduler.beam import BeamScheduler
 from minivllm.scheduler.inject import Injector
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def build_paged(config: EngineConfig, sizes: KVSizes) -> PagedKVManager:
     key_hash = features.KEY_HASHES.get(config.kv.hash)
     index = features.PREFIX_INDEXES.get(config.kv.prefix)(key_hash=key_hash, seed=config.kv.hash_seed)
     policy = features.PREEMPTIONS.get(config.kv.preemption)(**(sizes.costs or {}))
-    return PagedKVManager(sizes.num_blocks, config.kv.block_size, index, sizes.num_host_blocks, policy)
+    shares_forks = config.kv.fork == "share"
+    return PagedKVManager(sizes.num_blocks, config.kv.block_size, index, sizes.num_host_blocks, policy, shares_forks)
 
 
 def _contiguous(config: EngineConfig, sizes: KVSizes, reservation: Reservation) -> ContiguousKVManager:
@@ -129,13 +131,13 @@ def build_admission(config: EngineConfig, limits: Limits) -> Admission:
     return features.ADMISSIONS.get(config.scheduler.admission)(**wanted)
 
 
-def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> Scheduler:
+def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> BeamScheduler:
     policy = features.POLICIES.get(config.scheduler.policy)()
     kind = features.SCHEDULERS.get(config.scheduler.kind)
-    scheduler = kind(kv, limits, policy, config.scheduler.chunked_prefill, build_admission(config, limits))
+    base = kind(kv, limits, policy, config.scheduler.chunked_prefill, build_admission(config, limits))
     if config.debug.preempt_every or config.debug.evict_all:
-        return Injector(scheduler, kv, config.debug.preempt_every, config.debug.evict_all)
-    return scheduler
+        return BeamScheduler(Injector(base, kv, config.debug.preempt_every, config.debug.evict_all), base)
+    return BeamScheduler(base, base)
 
 
 def build_worker(config: EngineConfig) -> Worker:

@@ -111,7 +111,7 @@ class EngineCore:
         try:
             out = self.executor.submit(plan).result()
         except Exception as error:
-            return self._fail(plan, error)
+            out = _failed(plan, error)
         executed = time.perf_counter()
         deltas = self.scheduler.update(plan, out)
         self._observe(plan, out, deltas, begin, planned, executed)
@@ -136,10 +136,9 @@ class EngineCore:
             for observer in self.observers:
                 observer.on_step(plan, out, deltas, {name: 1e3 * seconds for name, seconds in times.items()})
 
-    def _fail(self, plan: StepPlan, error: Exception) -> list[Delta]:
-        """A step that raised ends the requests that were in it, and no others; nothing of it was published."""
-        logger.error("a step with %d requests failed", len(plan.num_tokens), exc_info=error)
-        message = f"{type(error).__name__}: {error}"
-        failed = [req_id for req_id in plan.num_tokens if req_id in self._live]
-        self.abort(failed)
-        return [Delta(req_id, [], finish_reason="error", error=message) for req_id in failed]
+
+def _failed(plan: StepPlan, error: Exception) -> StepOutput:
+    """A step that raised ends the requests that were in it, and no others; nothing of it is published."""
+    logger.error("a step with %d requests failed", len(plan.num_tokens), exc_info=error)
+    message = f"{type(error).__name__}: {error}"
+    return StepOutput(errors=dict.fromkeys(plan.num_tokens, message))

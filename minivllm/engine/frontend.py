@@ -14,11 +14,11 @@ from minivllm.config import Decision, EngineConfig, from_vllm_names
 from minivllm.engine.build import Engine, build
 from minivllm.engine.core import EngineStats, Observer
 from minivllm.engine.output import OutputProcessor, RequestOutput
-from minivllm.engine.prepare import child_ids, children, prepare
+from minivllm.engine.prepare import children, prepare
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
 from minivllm.plan import Delta
-from minivllm.request import EngineRequest, SamplingParams
+from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 OutputKind = Literal["cumulative", "delta", "final"]
@@ -100,23 +100,26 @@ class FrontEnd:
     def requests(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         request_id: str,
         kind: OutputKind,
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[EngineRequest]:
-        """The engine requests of one prompt (params.n of them), with their outputs expected from now on."""
+        """The engine requests of one prompt: one for each of n samples, or one that searches with beams. Their outputs
+        are expected from now on."""
         text, token_ids = self.tokenize(prompt)
-        resolved = self.prepare(params, token_ids)
+        beam = params if isinstance(params, BeamSearchParams) else None
+        resolved = self.prepare(beam.step if beam else params, token_ids)
+        each = [resolved] if beam else children(resolved)
+        num_outputs = beam.beam_width if beam else resolved.n
+        ids = sequence_ids(request_id, num_outputs)
+        group = request_id if num_outputs > 1 else ""
         now = time.monotonic()
-        each = children(resolved)
-        ids = child_ids(request_id, len(each))
-        group = request_id if len(each) > 1 else ""
         self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
         return [
-            EngineRequest(req_id, token_ids, child, now, priority, cache_salt=cache_salt, group=group)
-            for req_id, child in zip(ids, each, strict=True)
+            EngineRequest(req_id, token_ids, child, now, priority, "", cache_salt, group, beam)
+            for req_id, child in zip(ids, each, strict=False)
         ]
 
     def prepare(self, params: SamplingParams, token_ids: list[int]) -> SamplingParams:

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from minivllm.engine.beam import BeamSearch, BeamSearchParams, search
 from minivllm.engine.client import InprocClient
 from minivllm.engine.frontend import EngineHandle, Messages, Prompt
-from minivllm.engine.output import CompletionOutput, RequestOutput
+from minivllm.engine.output import RequestOutput
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
-from minivllm.plan import PositionLogprobs
-from minivllm.request import SamplingParams
+from minivllm.request import BeamSearchParams, SamplingParams
+
+Params = SamplingParams | BeamSearchParams
 
 
 class LLM(EngineHandle):
@@ -26,12 +26,12 @@ class LLM(EngineHandle):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; outputs in the order of the prompts.
+        """Complete each prompt; outputs in the order of the prompts. Greedy, sampled and beam requests may be mixed.
 
         Raises BadRequest before anything runs if one prompt or its parameters cannot be served.
         """
@@ -76,34 +76,11 @@ class LLM(EngineHandle):
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """The beam_width best completions of each prompt, best first (engine/beam.py has the rules).
+        """The beam_width best completions of each prompt, best first (scheduler/beam_search.py has the rules).
 
         cumulative_logprob is the sum that a completion was scored by. Raises BadRequest as generate() does.
         """
-        prompts = _as_list(prompts)
-        texts, searches = [], []
-        for prompt in prompts:
-            text, token_ids = self._front.tokenize(prompt)
-            asked = params.step.replace(max_tokens=params.max_tokens, ignore_eos=False)
-            prepared = self._front.prepare(asked, token_ids)
-            eos = () if params.ignore_eos else prepared.eos_token_ids
-            texts.append(text)
-            searches.append(BeamSearch(params, token_ids, eos, prepared.max_tokens))
-
-        def ask(contexts: list[list[int]]) -> list[PositionLogprobs]:
-            outputs = self.generate(contexts, params.step.replace(detokenize=False), use_tqdm=False)
-            return [_positions(output) for output in outputs]
-
-        search(searches, ask)
-        return [self._beam_output(text, one) for text, one in zip(texts, searches, strict=True)]
-
-    def _beam_output(self, text: str | None, one: BeamSearch) -> RequestOutput:
-        decode = self.tokenizer.decode
-        completions = [
-            CompletionOutput(i, decode(beam.token_ids), list(beam.token_ids), beam.logprob, None, beam.finish_reason)
-            for i, beam in enumerate(one.finished)
-        ]
-        return RequestOutput(str(next(self._ids)), text, one.prompt_token_ids, outputs=completions, finished=True)
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> TextTokenizer:
         return self.tokenizer
@@ -136,12 +113,6 @@ class LLM(EngineHandle):
                     bar.set_postfix_str(speed, refresh=False)
                 bar.update(len(finished))
         return outputs
-
-
-def _positions(output: RequestOutput) -> PositionLogprobs:
-    """The reported tokens of a one-token answer."""
-    (position,) = output.outputs[0].logprobs
-    return [(token, logprob.logprob, logprob.rank) for token, logprob in position.items()]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

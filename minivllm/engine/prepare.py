@@ -51,10 +51,6 @@ def children(params: SamplingParams) -> list[SamplingParams]:
     return [params.replace(n=1, seed=_wrap(params.seed + i)) for i in range(params.n)]
 
 
-def child_ids(request_id: str, n: int) -> list[str]:
-    return [request_id] if n == 1 else [f"{request_id}#{i}" for i in range(n)]
-
-
 def _check_prompt(prompt_token_ids: Sequence[int], max_model_len: int) -> None:
     length = len(prompt_token_ids)
     if not length:

@@ -53,6 +53,7 @@ class PagedKVManager:
         index: PrefixIndex,
         num_host_blocks: int = 0,
         swap_policy: SwapPolicy | None = None,
+        shares_forks: bool = True,
     ):
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
@@ -62,6 +63,7 @@ class PagedKVManager:
         self.capacity = num_blocks * block_size
         self.moves = Moves()
         self.swap = SwapSpace(num_host_blocks, swap_policy or Recompute(), self.moves)
+        self.shares_forks = shares_forks
         self._found: dict[str, Found] = {}  # what lookup() or fork() promised to the allocate() that follows
 
     # --- the KVManager Protocol
@@ -109,6 +111,8 @@ class PagedKVManager:
             used = self._blocks_for(req.num_computed_tokens)
             self.swap.keep(req, table.blocks[:used], table.num_published)
         freed = self.pool.release(reversed(table.blocks))
+        if self.moves.copies:  # of a fork that goes before it has run
+            self.moves.copies = [pair for pair in self.moves.copies if pair[1] not in freed]
         self.usage.num_cached += sum(block in self.index for block in freed)
         self.usage.num_free = self.pool.num_free
 
@@ -130,7 +134,10 @@ class PagedKVManager:
 
     def fork(self, parent: Request, child: Request) -> int:
         """Like lookup(child), but what is found is the parent's KV, without a copy: all computed tokens that both have,
-        short of the child's last one. Nothing is held until allocate(child)."""
+        short of the child's last one. Nothing is held until allocate(child). 0 with shares_forks=False: the child is
+        admitted like anybody else, and finds what the prefix index has of it."""
+        if not self.shares_forks:
+            return 0
         num_tokens = min(parent.num_computed_tokens, child.num_tokens - 1)
         blocks = self.tables[parent.id].blocks[: self._blocks_for(num_tokens)]
         self._found[child.id] = Found(blocks, num_tokens)

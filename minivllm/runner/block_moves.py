@@ -1,7 +1,7 @@
-"""BlockMoves: the consumer of StepPlan's swap_out, swap_in and copies.
+"""BlockMoves: the consumer of StepPlan's swap_out, copies and swap_in.
 
 Each column is one batch of blocks, moved with one gather and one scatter a layer, before the forward and in the order
-in which the plan's meaning needs it: what leaves the device, what comes back, then copies on write.
+in which the plan's meaning needs it: what leaves the device, copies on write, then what comes back.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class BlockMoves:
     def __call__(self, plan: StepPlan) -> None:
         for source, target, pairs in (
             (self._device, self._host, plan.swap_out),
-            (self._host, self._device, plan.swap_in),
             (self._device, self._device, plan.copies),
+            (self._host, self._device, plan.swap_in),
         ):
             if pairs:
                 self._move(source, target, pairs)

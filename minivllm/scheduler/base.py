@@ -71,6 +71,7 @@ class SchedulerBase:
         self.running: list[Request] = []  # in service order
         self.waiting: list[Request] = []  # in reverse service order: the next one is at the end
         self._leaves: list[str] = []  # rows that the workers may drop
+        self._joins: dict[str, tuple[Join, list[int]]] = {}  # forked since the last plan: who, and its blocks
         self._num_added = 0
         self._num_steps = 0
 
@@ -99,8 +100,13 @@ class SchedulerBase:
     def _retire(self, req: Request) -> None:
         """The end of a request that has left `running`."""
         self.kv.free(req)
-        self._leaves.append(req.id)
+        self._leave(req)
         del self.requests[req.id]
+
+    def _leave(self, req: Request) -> None:
+        """The workers may drop its row, unless they have not even heard of it."""
+        if self._joins.pop(req.id, None) is None:
+            self._leaves.append(req.id)
 
     def _check_fits(self, req: Request) -> None:
         limits, prompt = self.limits, req.num_prompt_tokens
@@ -127,6 +133,29 @@ class SchedulerBase:
                 "max_tokens",
             )
 
+    def fork(self, forks: Sequence[tuple[str, Request]], ends: Sequence[str]) -> None:
+        """Go on from running requests as others, (parent's id, child) each; then abort `ends`.
+
+        children: with all their tokens, and an order of their own. One starts from as much of its parent's KV as
+        `kv.fork` gives; if that is nothing, or there is no place for it, it waits and is admitted like a new request.
+        """
+        num_places = self.limits.max_num_seqs - len(self.running) + len(ends)
+        for parent_id, child in forks:
+            self.requests[child.id] = child
+            parent = self.requests.get(parent_id)
+            num_found = self.kv.fork(parent, child) if parent is not None and parent.num_computed_tokens else 0
+            blocks = self.kv.allocate(child, 0) if num_found and num_places > 0 else None
+            if blocks is None:
+                self.kv.free(child)
+                self._enqueue(child)
+                continue
+            num_places -= 1
+            child.num_computed_tokens = num_found
+            insort(self.running, child, key=_order)
+            self._joins[child.id] = _join(child), list(blocks)
+        for req_id in ends:
+            self.abort(req_id)
+
     def _enqueue(self, req: Request) -> None:
         insort(self.waiting, req, key=lambda r: _Reversed(r.order))
 
@@ -136,8 +165,8 @@ class SchedulerBase:
         """Take a running request's blocks away. It goes back to its place in the queue."""
         removed = _remove(self.running, req)
         assert removed, f"{req.id} is not running"
-        self.kv.free(req, keep=True)
-        self._leaves.append(req.id)
+        self.kv.free(req, keep=req.id not in self._joins)  # of a fork there is no KV yet, only a copy to be made
+        self._leave(req)
         req.num_computed_tokens = 0
         req.num_preemptions += 1
         self._enqueue(req)
@@ -168,7 +197,6 @@ class SchedulerBase:
             victims = self._victims()
             for victim in victims:
                 self.preempt(victim)
-                plan.leaves.append(self._leaves.pop())
                 for column in (plan.num_tokens, plan.start, plan.new_blocks):  # a relative of req may be in the plan
                     column.pop(victim.id, None)
             plan.stats.num_preempted += len(victims)
@@ -182,9 +210,8 @@ class SchedulerBase:
         return self.running[-1:]
 
     def _new_plan(self) -> StepPlan:
-        plan = StepPlan(step=self._num_steps, leaves=self._leaves)
+        plan = StepPlan(step=self._num_steps)
         self._num_steps += 1
-        self._leaves = []
         return plan
 
     def _try_admit(self, plan: StepPlan, req: Request, num_found: int, new_tokens: int) -> bool:
@@ -203,7 +230,7 @@ class SchedulerBase:
             req.num_cached_tokens = num_found
         plan.stats.prefix_queries += req.num_tokens
         plan.stats.prefix_hits += num_found
-        plan.joins.append(Join(req.id, list(req.token_ids), req.num_prompt_tokens, req.params, req.adapter))
+        plan.joins.append(_join(req))
         plan.num_tokens[req.id] = new_tokens
         plan.start[req.id] = num_found
         plan.new_blocks[req.id] = list(blocks)
@@ -211,6 +238,11 @@ class SchedulerBase:
 
     def _finish_plan(self, plan: StepPlan) -> StepPlan:
         limits, usage = self.limits, self.kv.usage
+        plan.leaves, self._leaves = self._leaves, []
+        for req_id, (join, blocks) in self._joins.items():
+            plan.joins.append(join)
+            plan.new_blocks[req_id] = blocks + plan.new_blocks.get(req_id, [])
+        self._joins.clear()
         self.kv.moves.drain(plan)
         total = plan.total_tokens
         stats = plan.stats  # its other fields were counted while planning
@@ -229,6 +261,8 @@ class SchedulerBase:
         deltas: list[Delta] = []
         finished: list[Request] = []
         requests, start, kv = self.requests, plan.start, self.kv
+        if out.errors and len(out.errors) == len(plan.num_tokens):
+            self._leaves += plan.leaves  # nothing ran: perhaps nobody has heard of them, and leaving twice is harmless
         for req_id, num_new in plan.num_tokens.items():
             req = requests.get(req_id)
             if req is None:
@@ -294,6 +328,10 @@ class SchedulerBase:
         assert all(req.num_computed_tokens == 0 for req in self.waiting)
         if not self.running:
             assert self.kv.usage.num_free == self.kv.usage.num_total, "blocks in use though no request runs"
+
+
+def _join(req: Request) -> Join:
+    return Join(req.id, list(req.token_ids), req.num_prompt_tokens, req.params, req.adapter)
 
 
 class _Reversed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from minivllm.kv.manager import PagedKVManager
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import Request
@@ -25,6 +27,11 @@ class Injector:
     def abort(self, req_id: str) -> None:
         self._tokens_then.pop(req_id, None)
         self.inner.abort(req_id)
+
+    def fork(self, forks: Sequence[tuple[str, Request]], ends: Sequence[str]) -> None:
+        self.inner.fork(forks, ends)
+        for req_id in ends:
+            self._tokens_then.pop(req_id, None)
 
     def schedule(self, now: float) -> StepPlan:
         self._num_steps += 1

@@ -62,7 +62,7 @@ class PhasedScheduler(SchedulerBase):
         for relative in self.running:
             if req.group and relative.group == req.group and relative.num_computed_tokens >= req.num_prompt_tokens:
                 if num_found < req.num_prompt_tokens - 1 and req.num_output_tokens == 0:
-                    return self.kv.fork(relative, req)
+                    return self.kv.fork(relative, req) or num_found
                 break
         return num_found
 

@@ -6,10 +6,11 @@ from itertools import combinations
 
 import pytest
 from conformance.cover import all_pairs, label, singles
-from fakes import FakeEngine, oracle
+from fakes import FakeEngine, beam_oracle, oracle
 
 from minivllm.errors import NeverFits
 from minivllm.features import CONFLICTS, FEATURES
+from minivllm.request import BeamSearchParams
 
 DATA_PLANE = ("attention", "forward", "executor")  # the fake model has its own
 AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
@@ -25,6 +26,12 @@ def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str,
         prompt = shared[: rng.randrange(14)] + [rng.randrange(100) for _ in range(rng.choice((1, 2, 4, 7, 20)))]
         params = {"max_tokens": rng.choice((1, 2, 7, 30)), "min_tokens": rng.choice((0, 0, 1))}
         at, abort, priority = rng.randrange(40), rng.random() < 0.15, rng.randrange(3)
+        if rng.random() < 0.2:
+            beam = BeamSearchParams(
+                beam_width=rng.choice((1, 2, 3)), max_tokens=params["max_tokens"], early_stopping=abort
+            )
+            arrivals.append((at, f"r{i}", prompt, beam, abort, 0, ""))
+            continue
         group = f"r{i}" if rng.random() < 0.3 and len(prompt) < 14 else ""
         for child in range(3 if group else 1):
             arrivals.append((at, f"r{i}#{child}", prompt, params, abort, priority, group))
@@ -32,17 +39,25 @@ def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str,
     for step in range(2000):
         for _, req_id, prompt, params, abort, priority, group in (a for a in arrivals if a[0] == step):
             try:
+                if isinstance(params, BeamSearchParams):
+                    ids = engine.add_beams(req_id, prompt, params)
+                    wanted.update(zip(ids, beam_oracle(prompt, params, engine.max_model_len), strict=True))
+                    if abort:
+                        aborts.append((step + rng.randrange(6), ids))
+                    continue
                 sampling = engine.add(req_id, prompt, priority=priority, group=group, **params)
             except NeverFits:
-                assert group and num_blocks_of(engine) < 100, "only a group may be too large, and only for a small pool"
+                together = group or isinstance(params, BeamSearchParams)
+                assert together and num_blocks_of(engine) < 100, "only a group may be too large, in a small pool"
                 continue
             wanted[req_id] = oracle(prompt, sampling, engine.max_model_len)
             if abort:
-                aborts.append((step + rng.randrange(6), req_id))
-        for _, req_id in [a for a in aborts if a[0] == step]:
-            if req_id not in engine.reasons:
-                engine.core.abort([req_id])
-                del wanted[req_id]
+                aborts.append((step + rng.randrange(6), [req_id]))
+        for _, ids in [a for a in aborts if a[0] == step]:
+            if ids[0] not in engine.reasons:
+                engine.core.abort(ids)
+                for req_id in ids:
+                    del wanted[req_id]
         if engine.core.has_work:
             engine.step()
         elif step > 40:

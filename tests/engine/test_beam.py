@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from minivllm import LLM, BeamSearchParams
-from minivllm.engine.beam import BeamSearch
+from minivllm import LLM, BeamSearchParams, SamplingParams
 from minivllm.errors import BadRequest
+from minivllm.scheduler.beam_search import BeamSearch
 
 SMALL = {"kv.num_blocks": 200, "kv.block_size": 4, "executor.num_threads": 1, "model.dtype": "float32"}
 PROMPTS = [[5, 9, 2, 7, 11], [100, 3], [42, 17, 42, 17, 42, 17, 8, 300, 21]]
@@ -52,7 +52,7 @@ def transformers_beams(folder, prompt, params: BeamSearchParams):
     return beams
 
 
-@pytest.mark.parametrize("preset", ["v0", "v1"])
+@pytest.mark.parametrize("preset, fork", [("v0", "share"), ("v1", "lookup"), ("v1", "share"), ("static", "lookup")])
 @pytest.mark.parametrize(
     "params",
     [
@@ -64,8 +64,8 @@ def transformers_beams(folder, prompt, params: BeamSearchParams):
     ],
     ids=str,
 )
-def test_beams_equal_transformers_in_fp32(folder, params, preset):
-    with LLM(str(folder), preset=preset, overrides=SMALL) as llm:
+def test_beams_equal_transformers_in_fp32(folder, params, preset, fork):
+    with LLM(str(folder), preset=preset, overrides={**SMALL, "kv.fork": fork, "debug.check": True}) as llm:
         outputs = llm.beam_search(PROMPTS, params, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert [c.token_ids for c in output.outputs] == transformers_beams(folder, prompt, params)
@@ -81,16 +81,42 @@ def test_some_beam_of_the_cases_above_ends_early(folder):
         assert text.prompt == "hello" and len(text.outputs) == 2
 
 
+@pytest.mark.parametrize("preset", ["v0", "v1"])
+def test_greedy_sampled_and_beam_requests_in_one_batch_equal_each_alone(folder, preset):
+    params = [
+        SamplingParams(temperature=0, max_tokens=9),
+        BeamSearchParams(beam_width=3, max_tokens=9),
+        SamplingParams(temperature=0.9, seed=4, n=2, max_tokens=9),
+    ]
+    with LLM(str(folder), preset=preset, overrides={**SMALL, "debug.check": True}) as llm:
+
+        def answers(prompts, params):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [[c.token_ids for c in output.outputs] for output in outputs]
+
+        alone = [answers([prompt], [one])[0] for prompt, one in zip(PROMPTS, params, strict=True)]
+        assert answers(PROMPTS, params) == alone and [len(choices) for choices in alone] == [1, 3, 2]
+
+
+def test_a_beam_reports_each_of_its_tokens(folder):
+    with LLM(str(folder), overrides=SMALL) as llm:
+        (output,) = llm.beam_search(PROMPTS[:1], BeamSearchParams(beam_width=2, max_tokens=5), use_tqdm=False)
+    for choice in output.outputs:
+        reported = [next(iter(position.items())) for position in choice.logprobs]
+        assert [token for token, _ in reported] == choice.token_ids
+        assert choice.cumulative_logprob == pytest.approx(sum(logprob.logprob for _, logprob in reported))
+
+
 def test_beam_width_and_length_are_checked():
-    with pytest.raises(BadRequest, match="beam_width must be 1 to 10, got 11"):
+    with pytest.raises(BadRequest, match="beam_width must be at least 1 and at most 10, got 11"):
         BeamSearchParams(beam_width=11, max_tokens=4)
     with pytest.raises(BadRequest, match="max_tokens"):
         BeamSearchParams(beam_width=2, max_tokens=0)
 
 
 def test_an_ending_below_the_best_width_does_not_count():
-    search = BeamSearch(BeamSearchParams(beam_width=1, max_tokens=5), [1], eos_token_ids=(0,), max_tokens=5)
+    search = BeamSearch(BeamSearchParams(beam_width=1, max_tokens=5), eos_token_ids=(0,), max_tokens=5)
     search.advance([[(7, -0.1, 1), (0, -0.2, 2)]])
     assert not search.finished and [beam.token_ids for beam in search.running] == [(7,)]
     search.advance([[(0, -0.1, 1), (7, -3.0, 2)]])
-    assert search.done and search.finished[0].token_ids == (7, 0)
+    assert search.done and search.finished[0].beam.token_ids == (7, 0)

@@ -81,7 +81,7 @@ def test_an_interrupt_leaves_nothing_behind(llm, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2], [3, 4]], GREEDY, use_tqdm=False)
     monkeypatch.undo()
-    assert not llm._core.has_work and llm._core.scheduler.kv.usage.num_free == 60
+    assert not llm._core.has_work and llm._core.scheduler.base.kv.usage.num_free == 60
 
 
 def test_chat_renders_the_template_and_continues_a_message(llm):

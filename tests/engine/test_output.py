@@ -4,10 +4,9 @@ import pytest
 import tiny_tokenizers as tiny
 
 from minivllm.engine.output import OutputProcessor
-from minivllm.engine.prepare import child_ids
 from minivllm.errors import BadRequest
 from minivllm.plan import Delta
-from minivllm.request import SamplingParams
+from minivllm.request import SamplingParams, sequence_ids
 
 TOKENIZER = tiny.byte_level()
 EOS = TOKENIZER.eos_token_ids[0]
@@ -18,7 +17,7 @@ A, B, C, D = (TOKENIZER.encode(char)[0] for char in "abcd")
 def start(kind="cumulative", request_id="r", processor=None, **params) -> OutputProcessor:
     processor = processor or OutputProcessor(TOKENIZER)
     resolved = SamplingParams(seed=0, **params)
-    processor.add(request_id, "prompt", PROMPT, resolved, child_ids(request_id, resolved.n), 100.0, kind)
+    processor.add(request_id, "prompt", PROMPT, resolved, sequence_ids(request_id, resolved.n), 100.0, kind)
     return processor
 
 

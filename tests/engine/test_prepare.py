@@ -5,9 +5,9 @@ import random
 import pytest
 import tiny_tokenizers as tiny
 
-from minivllm.engine.prepare import child_ids, children, prepare
+from minivllm.engine.prepare import children, prepare
 from minivllm.errors import BadRequest, NeverFits
-from minivllm.request import MAX_SEED, SamplingParams
+from minivllm.request import MAX_SEED, SamplingParams, sequence_ids
 
 TOKENIZER = tiny.byte_level()
 
@@ -80,7 +80,7 @@ def test_children_are_single_requests_with_consecutive_seeds():
     assert [c.seed for c in children(prepared(n=2, seed=MAX_SEED))] == [MAX_SEED, -MAX_SEED - 1]
     params = prepared()
     assert children(params) == [params]
-    assert child_ids("r", 1) == ["r"] and child_ids("r", 2) == ["r#0", "r#1"]
+    assert sequence_ids("r", 1) == ["r"] and sequence_ids("r", 2) == ["r#0", "r#1"]
 
 
 def test_without_a_tokenizer_text_parameters_are_refused():

@@ -1,11 +1,12 @@
 """A state machine over add, abort and step: invariants after each, and the oracle's tokens in the end."""
 
-from fakes import FakeEngine, oracle
+from fakes import FakeEngine, beam_oracle, oracle
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minivllm.errors import NeverFits
+from minivllm.request import BeamSearchParams
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -19,8 +20,9 @@ class EngineMachine(RuleBasedStateMachine):
         inputs=st.sampled_from(("rebuild", "persistent")),
         policy=st.sampled_from(("fcfs", "priority")),
         preempt_every=st.sampled_from((0, 3)),
+        fork=st.sampled_from(("share", "lookup")),
     )
-    def start(self, num_blocks, budget, max_num_seqs, kind, prefix, preemption, inputs, policy, preempt_every):
+    def start(self, num_blocks, budget, max_num_seqs, kind, prefix, preemption, inputs, policy, preempt_every, fork):
         self.engine = FakeEngine(
             num_blocks,
             max_model_len=40,
@@ -34,10 +36,12 @@ class EngineMachine(RuleBasedStateMachine):
                 "runner.inputs": inputs,
                 "scheduler.policy": policy,
                 "debug.preempt_every": preempt_every,
+                "kv.fork": fork,
             },
         )
         self.wanted = {}
         self.num_added = 0
+        self.searches = {}  # request with beams -> the ids of its outputs
 
     @rule(
         prompt=st.lists(st.integers(0, 3), min_size=1, max_size=20),
@@ -57,13 +61,33 @@ class EngineMachine(RuleBasedStateMachine):
             else:
                 self.wanted[req_id] = oracle(prompt, params, 40)
 
+    @rule(
+        prompt=st.lists(st.integers(0, 3), min_size=1, max_size=9),
+        width=st.integers(1, 3),
+        max_tokens=st.integers(1, 9),
+        early_stopping=st.booleans(),
+    )
+    def search(self, prompt, width, max_tokens, early_stopping):
+        beam = BeamSearchParams(beam_width=width, max_tokens=max_tokens, early_stopping=early_stopping)
+        request_id = str(self.num_added)
+        self.num_added += 1
+        try:
+            ids = self.engine.add_beams(request_id, prompt, beam)
+        except NeverFits:
+            assert width > 1
+        else:
+            self.wanted.update(zip(ids, beam_oracle(prompt, beam, 40), strict=True))
+            self.searches[request_id] = ids
+
     @rule(which=st.integers(0, 100))
     def abort(self, which):
         if self.num_added:
             req_id = str(which % self.num_added)
-            if req_id not in self.engine.reasons:
-                self.wanted.pop(req_id, None)
-            self.engine.core.abort([req_id])
+            ids = self.searches.get(req_id, [req_id])
+            if ids[0] not in self.engine.reasons:
+                for each in ids:
+                    self.wanted.pop(each, None)
+            self.engine.core.abort(ids)
 
     @rule(times=st.integers(1, 6))
     def step(self, times):
@@ -73,7 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self):
         if hasattr(self, "engine"):
-            self.engine.scheduler.check()
+            self.engine.core.scheduler.check()
             for req_id, reason in self.engine.reasons.items():
                 if reason in ("stop", "length"):
                     assert self.engine.tokens[req_id] == self.wanted[req_id]

@@ -186,6 +186,30 @@ def test_a_fork_shares_what_is_full_and_copies_the_block_it_will_write(num_compu
     assert kv.usage.num_free == 10
 
 
+def test_a_fork_that_goes_before_it_has_run_takes_its_copy_along():
+    """The block may be given to somebody else in the same step: then the copy would overwrite it."""
+    kv, parent = manager(index=NoPrefix()), request("a", 7)
+    compute(kv, parent)
+    child, other = request("b", 8), request("c", 8)
+    for req in (child, other):
+        kv.fork(parent, req)
+        kv.allocate(req, 0)
+    assert len(kv.moves.copies) == 2
+    kv.free(child)
+    assert kv.moves.copies == [(kv.tables["a"].blocks[-1], kv.tables["c"].blocks[-1])]
+    kv.check()
+
+
+def test_a_manager_that_does_not_share_forks_leaves_them_to_the_prefix_index():
+    kv, parent = PagedKVManager(10, 4, make_index(), shares_forks=False), request("a", 7)
+    compute(kv, parent)
+    child = request("b", 8)
+    assert kv.fork(parent, child) == 0 and kv.lookup(child) == 4
+    kv.allocate(child, 4)
+    assert not kv.moves.copies
+    kv.check()
+
+
 def test_forking_without_room_for_the_copy_changes_nothing():
     kv, parent = manager(num_blocks=2, index=NoPrefix()), request("a", 7)
     compute(kv, parent)

@@ -5,7 +5,7 @@ from fakes import FakeEngine, oracle
 
 from minivllm.errors import ConfigError, NeverFits
 
-V0 = {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.prefix": "none", "kv.preemption": "recompute"}
+V0 = {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.prefix": "none", "kv.fork": "share"}
 
 
 class Watched(FakeEngine):
