@@ -65,10 +65,15 @@ class ExecutorConfig(Section):
     num_threads: int | None = None  # of the CPU backend; None: the cores that this process may use
 
 
+class EngineSection(Section):
+    core: Literal["inproc", "process"] = "inproc"
+
+
 class DebugConfig(Section):
     preempt_every: int = 0
     evict_all: bool = False
     check: bool = False  # assert every invariant after each step
+    trace: str | None = None  # a file: record every step there, as minivllm.trace/1
 
 
 class EngineConfig(Section):
@@ -78,6 +83,7 @@ class EngineConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    engine: EngineSection = EngineSection()
     debug: DebugConfig = DebugConfig()
 
     @classmethod

@@ -232,6 +232,16 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "core",
+        "engine.core",
+        ("inproc", "process"),
+        "inproc",
+        "where the engine core steps: beside the front end, or in a process of its own, which nothing delays (V1)",
+        chapter="17",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
         "preempt_every",
         "debug.preempt_every",
         (0, 3),

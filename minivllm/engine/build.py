@@ -20,6 +20,7 @@ from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits
 from minivllm.scheduler.beam import BeamScheduler
 from minivllm.scheduler.inject import Injector
+from minivllm.trace import TraceRecorder
 
 if TYPE_CHECKING:
     from minivllm.runner.worker import Worker
@@ -56,6 +57,8 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         kv_capacity=kv.capacity,
     )
     scheduler = build_scheduler(config, kv, limits)
+    if config.debug.trace is not None:
+        observers = [*observers, TraceRecorder(config.debug.trace)]
     core = EngineCore(scheduler, executor, observers, check=config.debug.check)
     for observer in observers:
         observer.on_start(config.flat(), facts.info)

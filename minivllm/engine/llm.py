@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from minivllm.engine.client import InprocClient
+from minivllm.engine.client import EngineClient, InprocClient, LinkClient
 from minivllm.engine.frontend import EngineHandle, Messages, Prompt
+from minivllm.engine.link import ThreadLink
 from minivllm.engine.output import RequestOutput
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
@@ -20,7 +21,9 @@ class LLM(EngineHandle):
     """Offline batches: a call returns when all of its prompts are done. Arguments: see EngineHandle."""
 
     def _start(self) -> None:
-        self._client = InprocClient(self._core)
+        link = self._link
+        self._client: EngineClient = InprocClient(link.core) if isinstance(link, ThreadLink) else LinkClient(link)
+        self.stats = self._client.stats
         self._ids = count()
 
     def generate(
@@ -87,7 +90,7 @@ class LLM(EngineHandle):
 
     def shutdown(self) -> None:
         """Free the model and the cache, close traces. The object cannot be used afterwards."""
-        self._core.shutdown()
+        self._client.close()
 
     def __enter__(self) -> LLM:
         return self

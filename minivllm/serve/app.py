@@ -176,7 +176,7 @@ def create_app(
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Starlette:
-    """`metrics` must be an observer of `engine`. The app closes the engine when it shuts down."""
+    """`metrics` watches `engine` from now on. The app closes the engine when it shuts down."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -191,6 +191,7 @@ def create_app(
     )
     app.add_middleware(Guard, api_key=api_key, metrics=metrics)
     metrics.stats = engine.stats
+    engine.watchers.append(metrics)
     app.state.service = Service(engine, metrics, model_names[0])
     app.state.model_names = list(model_names)
     app.state.max_body_bytes = max_body_bytes

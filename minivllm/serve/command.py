@@ -21,7 +21,6 @@ from minivllm.cli import (
     fail,
     interrupts_end_at_once,
     print_table,
-    recorders,
 )
 from minivllm.config import DEFAULT_MODEL
 
@@ -112,7 +111,7 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
         from minivllm.serve.server import Server
 
         metrics = Metrics(names[0])
-        engine = AsyncLLM(observers=[metrics, *recorders(args.trace)], **options)
+        engine = AsyncLLM(**options)
     app = create_app(engine, metrics, names, api_key=args.api_key)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -54,6 +54,7 @@ class FakeEngine:
     def __init__(self):
         self.tokenizer = LetterTokenizer()
         self.stats = EngineStats()
+        self.watchers = []
         self.reset()
 
     def reset(self):
