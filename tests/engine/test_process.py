@@ -1,4 +1,4 @@
-"""The engine core in a process of its own: the same tokens, the same errors, and nothing left behind however it ends."""
+"""The engine core in a process of its own: the same tokens and errors, and nothing left behind however it ends."""
 
 import asyncio
 import os
