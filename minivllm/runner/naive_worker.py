@@ -4,9 +4,6 @@ The baseline that everything else is measured against: no batch, no pool, no pag
 project's: it plans steps and counts blocks, which are a ledger here that no tensor stands behind. What a plan asks to
 be computed for a request is one call of the Hugging Face model over that request's DynamicCache. Sampling is the
 project's own, so parameters mean the same; with scheduler.max_num_seqs=1 the loop around it is that of `generate`.
-
-A request may start in the middle, where a relative was forked. Nothing is shared between caches, so what is missing is
-computed again from the tokens that the join brought.
 """
 
 from __future__ import annotations
@@ -78,15 +75,12 @@ class OneByOne:
         self.model = model
         self.device = device
         self._caches: dict[str, Any] = {}
-        self._joined_with: dict[str, list[int]] = {}
 
     def apply(self, plan: StepPlan) -> None:
         for req_id in plan.leaves:
             self._caches.pop(req_id, None)
-            self._joined_with.pop(req_id, None)
         for join in plan.joins:
             self._caches[join.req_id] = self.model.new_cache()
-            self._joined_with[join.req_id] = join.token_ids
 
     def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
         return BatchKey(num_tokens)
@@ -104,18 +98,15 @@ class OneByOne:
     def _one(self, req_id: str, start: int, token_ids: list[int]) -> Tensor:
         """token_ids from position start on -> their hidden states [len(token_ids), hidden]."""
         cache = self._caches[req_id]
-        have = cache.get_seq_length()
-        assert have <= start, f"{req_id}: {have} tokens are in its cache, the plan goes on at {start}"
-        missing = self._joined_with[req_id][have:start]
-        ids = torch.tensor([missing + token_ids], device=self.device)
-        return self.model.hidden(ids, cache)[len(missing) :]
+        assert cache.get_seq_length() == start, f"{req_id}: the plan goes on at {start}, its cache does not end there"
+        return self.model.hidden(torch.tensor([token_ids], device=self.device), cache)
 
 
 class NoBlockMoves:
-    """No tensor stands behind a block. A copy on write is for a fork, whose shared part OneByOne computes again."""
+    """No tensor stands behind a block; the options that would move one are declared conflicts."""
 
     def __call__(self, plan: StepPlan) -> None:
-        assert not (plan.swap_out or plan.swap_in), "kv.preemption=recompute, and yet blocks are to be swapped"
+        assert not (plan.swap_out or plan.swap_in or plan.copies), "executor.kind=naive has no blocks to move"
 
 
 class TransformersModel:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, BeamSearchParams, SamplingParams
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
 
@@ -12,6 +12,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True, logprob
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5, n=3, max_tokens=14, ignore_eos=True, presence_penalty=0.5)
 
 
+BEAMS = BeamSearchParams(beam_width=2, max_tokens=8)
+
+
 def tokens(llm, params):
     return [list(c.token_ids) for o in llm.generate(PROMPTS, params, use_tqdm=False) for c in o.outputs]
 
@@ -19,7 +22,7 @@ def tokens(llm, params):
 @pytest.fixture(scope="module")
 def wanted():
     with LLM(overrides=TINY) as llm:
-        return [tokens(llm, GREEDY), tokens(llm, SAMPLED)]
+        return [tokens(llm, params) for params in (GREEDY, SAMPLED, BEAMS)]
 
 
 @pytest.mark.parametrize(
@@ -28,16 +31,16 @@ def wanted():
         {},
         {"scheduler.max_num_seqs": 4, "debug.preempt_every": 3},
         {"scheduler.kind": "unified", "scheduler.chunked_prefill": True, "scheduler.max_num_batched_tokens": 7},
-        {"scheduler.kind": "phased", "scheduler.max_num_seqs": 8, "runner.inputs": "persistent"},  # forks
+        {"scheduler.kind": "phased", "scheduler.max_num_seqs": 8, "runner.inputs": "persistent"},
     ],
     ids=str,
 )
 def test_tokens_are_those_of_the_engines_own_model(overrides, wanted):
     with LLM(preset="naive", overrides={**TINY, "debug.check": True, **overrides}) as llm:
-        assert [tokens(llm, GREEDY), tokens(llm, SAMPLED)] == wanted
+        assert [tokens(llm, params) for params in (GREEDY, SAMPLED, BEAMS)] == wanted
         worker = llm._core.executor.worker
         llm._core.step()  # an empty step: the last ones leave
-        assert not worker.forward._caches and not worker.forward._joined_with, "a cache outlives its request"
+        assert not worker.forward._caches, "a cache outlives its request"
 
 
 def test_one_request_runs_at_a_time():
@@ -74,6 +77,7 @@ def test_log_probabilities_are_near_those_of_the_engines_own_model():
         {"kv.prefix": "radix"},
         {"kv.preemption": "swap"},
         {"kv.preemption": "auto"},
+        {"kv.fork": "share", "scheduler.kind": "phased"},
         {"runner.attention": "sdpa"},
     ],
     ids=str,
