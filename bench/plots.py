@@ -1,4 +1,4 @@
-"""From the JSON of bench/ablate.py: a plot as PNG and SVG, and a table in Markdown, beside it.
+"""From the JSON of bench/ablate.py: a plot as PNG and SVG, and a table in Markdown, beside it. ablate does it itself.
 
     python bench/plots.py bench/results/ablate-v0-v1-auto.json
 

@@ -133,6 +133,11 @@ _BEFORE_ORCA = {
 }
 
 PRESETS: dict[str, Preset] = {
+    "naive": Preset(
+        {**_BEFORE_ORCA, "scheduler.kind": "static", "scheduler.max_num_seqs": 1, "executor.kind": "naive"},
+        "transformers' model with its DynamicCache, one request at a time. Not the original: the loop and the sampler "
+        "are ours and not generate()'s, requests queue here, and the block pool is a ledger with no memory behind it",
+    ),
     "static": Preset(
         {**_BEFORE_ORCA, "scheduler.kind": "static", "kv.allocation": "max"},
         "request-level batching (FasterTransformer): a batch runs until its last request has ended, each with room for "

@@ -94,7 +94,10 @@ ATTENTION: Registry = Registry(
     },
 )
 FORWARDS: Registry = Registry("runner.forward", {"eager": "minivllm.runner.forward:EagerForward"})
-EXECUTORS: Registry = Registry("executor.kind", {"uni": "minivllm.executor.uni:UniExecutor"})
+EXECUTORS: Registry = Registry(
+    "executor.kind",
+    {"uni": "minivllm.executor.uni:UniExecutor", "naive": "minivllm.executor.naive:NaiveExecutor"},
+)
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
@@ -226,7 +229,7 @@ FEATURES: tuple[Feature, ...] = (
         "executor.kind",
         EXECUTORS.names(),
         "uni",
-        "where the forward runs: in this process",
+        "where and as what the forward runs: in this process, or as transformers' own model, one request at a time",
         chapter="17",
         workload="fixed",
         metric="throughput",
@@ -277,5 +280,17 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("preemption", "swap", "is given back whole: there are no blocks to move"),
             ("preemption", "auto", "is given back whole: there are no blocks to move"),
         )
+    ),
+    *(
+        Conflict(("executor", "naive"), (axis, option), f"transformers {why}")
+        for axis, options, keeps, why in (
+            ("prefix", PREFIX_INDEXES.names(), "none", "keeps a cache for each request: no request finds another's"),
+            ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),
+            ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
+            ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
+            ("forward", FORWARDS.names(), "eager", "runs its model eagerly"),
+        )
+        for option in options
+        if option != keeps
     ),
 )

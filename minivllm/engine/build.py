@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minivllm import features
@@ -45,7 +46,7 @@ class Engine:
 
 def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
     """Load the model, size the KV pool, wire the parts. Raises UserError for what the caller can mend."""
-    executor = features.EXECUTORS.get(config.executor.kind)(lambda: build_worker(config))
+    executor = features.EXECUTORS.get(config.executor.kind)(partial(build_worker, config))
     facts = executor.call("facts")[0]
     costs = executor.call("measure_costs")[0] if config.kv.preemption == "auto" else None
     kv = build_kv(config, facts.num_blocks, facts.max_model_len, facts.num_host_blocks, costs)
@@ -143,8 +144,8 @@ def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> Beam
     return BeamScheduler(base, base)
 
 
-def build_worker(config: EngineConfig) -> Worker:
-    """The data plane of one device, in whichever process it shall live."""
+def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Worker:
+    """The data plane of one device, in whichever process it shall live. kind: an executor's own sort of worker."""
     from minivllm.runner.worker import Worker
 
-    return Worker(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS)
+    return (kind or Worker)(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS)
