@@ -10,7 +10,17 @@ from msgspec import UNSET, UnsetType
 
 from minivllm.engine.output import CompletionOutput, Logprob, RequestOutput
 from minivllm.errors import BadRequest
-from minivllm.serve.generation import Job, Prompt, Service, check_context, finite, new_id, prompt_logprobs, tokenize
+from minivllm.serve.generation import (
+    Job,
+    Prompt,
+    Service,
+    check_context,
+    finite,
+    new_id,
+    prompt_logprobs,
+    tokenize,
+    wants_tokens,
+)
 from minivllm.serve.protocol import Completion, CompletionChoice, CompletionRequest, LegacyLogprobs, Usage, now
 
 DEFAULT_MAX_TOKENS = 16
@@ -67,7 +77,10 @@ class CompletionShape:
             made.prompt_token_ids = prompt.token_ids
         return made
 
-    def delta(self, choice: int, out: CompletionOutput) -> CompletionChoice:
+    def deltas(self, choice: int, out: CompletionOutput) -> list[CompletionChoice]:
+        return [self._delta(choice, out)] if out.text or wants_tokens(self.body, out) else []
+
+    def _delta(self, choice: int, out: CompletionOutput) -> CompletionChoice:
         return CompletionChoice(
             index=choice, text=out.text, logprobs=self._logprobs(choice, out), token_ids=self._token_ids(out)
         )
@@ -76,7 +89,7 @@ class CompletionShape:
         return CompletionChoice(index=choice, finish_reason=out.finish_reason, stop_reason=out.stop_reason)
 
     def whole(self, choice: int, prompt: Prompt, output: RequestOutput, out: CompletionOutput) -> CompletionChoice:
-        opening, made = self.opening(choice, prompt, output), self.delta(choice, out)
+        opening, made = self.opening(choice, prompt, output), self._delta(choice, out)
         made.finish_reason, made.stop_reason = out.finish_reason, out.stop_reason
         if opening is not None:
             made.text = opening.text + made.text

@@ -296,7 +296,7 @@ def test_the_openapi_document_describes_every_endpoint_and_field(real):
     chat = schemas["ChatRequest"]
     assert chat["required"] == ["messages"] and chat["additionalProperties"] is False
     assert "no behaviour" in chat["properties"]["user"]["description"]
-    assert "Not supported" in chat["properties"]["tools"]["description"]
+    assert "Not supported" in chat["properties"]["functions"]["description"]
     assert all(f"#/components/schemas/{name}" in str(document) for name in ("ChatChunk", "ErrorBody"))
 
 
