@@ -126,14 +126,22 @@ class CompletionShape:
         """hidden: tokens that the text does not show. A prompt's first token has no log-probability."""
         legacy = LegacyLogprobs()
         for token, position in zip(tokens, positions, strict=True):
-            text = position[token].decoded_token if position else self.tokenizer.token_text(token)
-            likely = sorted(position.values(), key=lambda lp: -lp.logprob) if position else []
-            legacy.tokens.append(text)
+            likely = sorted(position.items(), key=lambda item: -item[1].logprob) if position else []
+            legacy.tokens.append(self._name(token))
             legacy.token_logprobs.append(finite(position[token].logprob) if position else None)
-            legacy.top_logprobs.append({lp.decoded_token: finite(lp.logprob) for lp in likely} or None)
+            legacy.top_logprobs.append({self._name(t): finite(lp.logprob) for t, lp in likely} or None)
             shown = b"" if token in hidden else self.tokenizer.token_bytes(token)
             legacy.text_offset.append(self.offsets[choice].advance(shown))
         return legacy
+
+    def _name(self, token: int) -> str:
+        """The token's text. A part of a character is named as OpenAI does, "bytes:\\xe2": as U+FFFD, all such tokens
+        would be one key of top_logprobs."""
+        data = self.tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class Offset:
