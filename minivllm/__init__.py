@@ -14,8 +14,9 @@ _EXPORTS = {
     "BeamSearchParams": "minivllm.engine.beam",
     "EngineConfig": "minivllm.config",
     "SamplingParams": "minivllm.request",
+    "StructuredParams": "minivllm.structured.params",
 }
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "SamplingParams", "StructuredParams", "__version__"]
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from minivllm.engine.beam import BeamSearchParams
     from minivllm.engine.llm import LLM
     from minivllm.request import SamplingParams
+    from minivllm.structured.params import StructuredParams
 
 
 def __getattr__(name: str) -> Any:

@@ -64,6 +64,10 @@ class ExecutorConfig(Section):
     num_threads: int | None = None  # of the CPU backend; None: the cores that this process may use
 
 
+class StructuredConfig(Section):
+    backend: str = "auto"  # of structured output; auto: the first that is installed and can hold the request's form
+
+
 class DebugConfig(Section):
     preempt_every: int = 0
     evict_all: bool = False
@@ -77,6 +81,7 @@ class EngineConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    structured: StructuredConfig = StructuredConfig()
     debug: DebugConfig = DebugConfig()
 
     @classmethod
@@ -260,6 +265,7 @@ VLLM_NAMES: dict[str, str] = {
     "enable_chunked_prefill": "scheduler.chunked_prefill",
     "scheduling_policy": "scheduler.policy",
     "attention_backend": "runner.attention",
+    "guided_decoding_backend": "structured.backend",
 }
 
 

@@ -96,6 +96,15 @@ ATTENTION: Registry = Registry(
 FORWARDS: Registry = Registry("runner.forward", {"eager": "minivllm.runner.forward:EagerForward"})
 EXECUTORS: Registry = Registry("executor.kind", {"uni": "minivllm.executor.uni:UniExecutor"})
 
+GRAMMARS: Registry = Registry(  # structured.backend=auto asks them in this order
+    "structured.backend",
+    {
+        "xgrammar": "minivllm.structured.xgrammar_backend:XGrammarBackend",
+        "llguidance": "minivllm.structured.llguidance_backend:LLGuidanceBackend",
+        "dfa": "minivllm.structured.dfa:DFABackend",
+    },
+)
+
 FEATURES: tuple[Feature, ...] = (
     Feature(
         "scheduler",
@@ -219,6 +228,16 @@ FEATURES: tuple[Feature, ...] = (
         chapter="17",
         workload="fixed",
         metric="throughput",
+    ),
+    Feature(
+        "structured",
+        "structured.backend",
+        ("auto", *GRAMMARS.names()),
+        "auto",
+        "who holds an output to a JSON Schema, an expression or a grammar: a library, or the in-house automaton",
+        chapter="16",
+        workload="fixed",
+        metric="host_ms",
     ),
     Feature(
         "preempt_every",

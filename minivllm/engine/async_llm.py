@@ -4,7 +4,8 @@
     generate() -- EngineRequest --> inbox  ------> core.add / core.abort
                <-- RequestOutput -- _deliver <---- deltas of each step
 
-Only the step thread touches the core and only the event loop touches the front end, so neither needs a lock.
+Only the step thread touches the core and only the event loop touches the front end, so neither needs a lock. Grammars
+of structured output are compiled in threads of their own: their compiler has its locks.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class AsyncLLM(EngineHandle):
         output_kind: each output holds all text so far, only what is new, or ("final") there is only the last one.
         Raises BadRequest before the first item, EngineDead if the step loop has ended.
         """
+        if params.structured is not None:
+            await asyncio.to_thread(self._front.compile, params)
         if request_id in self._streams:
             raise BadRequest(f'request id "{request_id}" is in use', "request_id")
         self._loop = asyncio.get_running_loop()

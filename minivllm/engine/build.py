@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import features
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
+from minivllm.engine.vocabulary import load_vocabulary
 from minivllm.errors import ConfigError
 from minivllm.kv.base import KVManager
 from minivllm.kv.contiguous import ContiguousKVManager, Reservation, reserve_max, reserve_oracle, reserve_pow2
@@ -19,6 +22,7 @@ from minivllm.kv.manager import PagedKVManager
 from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits, Scheduler
 from minivllm.scheduler.inject import Injector
+from minivllm.structured.compiler import GrammarCompiler, is_installed, shared_compiler
 
 if TYPE_CHECKING:
     from minivllm.runner.worker import Worker
@@ -35,6 +39,7 @@ class Engine:
     model_name: str
     tokenizer_dir: Any  # pathlib.Path
     info: dict[str, Any]
+    grammars: GrammarCompiler
 
     @property
     def executor(self):
@@ -58,7 +63,9 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
     core = EngineCore(scheduler, executor, observers, check=config.debug.check)
     for observer in observers:
         observer.on_start(config.flat(), facts.info)
-    return Engine(config, core, facts.decisions, facts.max_model_len, facts.model_name, facts.tokenizer_dir, facts.info)
+    grammars = build_grammars(config, facts.tokenizer_dir, facts.info["vocab_size"])
+    known = (facts.max_model_len, facts.model_name, facts.tokenizer_dir, facts.info)
+    return Engine(config, core, facts.decisions, *known, grammars)
 
 
 def _fit_length(config: EngineConfig, max_model_len: int, kv: KVManager, decisions: list[Decision]) -> int:
@@ -142,4 +149,19 @@ def build_worker(config: EngineConfig) -> Worker:
     """The data plane of one device, in whichever process it shall live."""
     from minivllm.runner.worker import Worker
 
-    return Worker(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS)
+    make_grammars = partial(build_grammars, config)
+    return Worker(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS, make_grammars)
+
+
+def build_grammars(config: EngineConfig, tokenizer_dir: Path, vocab_size: int) -> GrammarCompiler:
+    """The compiler of structured output; equal arguments give the same one while it lives. Loads nothing yet.
+
+    Raises ConfigError for a backend that is asked for and not installed.
+    """
+    asked = config.structured.backend
+    names = features.GRAMMARS.names() if asked == "auto" else (asked,)
+    backends = [(name, backend) for name in names if is_installed(backend := features.GRAMMARS.get(name))]
+    if not backends:
+        raise ConfigError(f'structured.backend={asked} is not installed: pip install "minivllm[structured]"')
+    load = partial(load_vocabulary, tokenizer_dir, vocab_size)
+    return shared_compiler((asked, str(tokenizer_dir), vocab_size), lambda: GrammarCompiler(load, backends))

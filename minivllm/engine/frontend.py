@@ -75,6 +75,7 @@ class FrontEnd:
         self.tokenizer = TextTokenizer.load(engine.tokenizer_dir)
         self.processor = OutputProcessor(self.tokenizer)
         self._vocab_size = engine.info["vocab_size"]
+        self._grammars = engine.grammars
         self._rng = random.Random(engine.config.model.seed)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -109,6 +110,7 @@ class FrontEnd:
         """The engine requests of one prompt (params.n of them), with their outputs expected from now on."""
         text, token_ids = self.tokenize(prompt)
         resolved = self.prepare(params, token_ids)
+        self.compile(params)
         now = time.monotonic()
         each = children(resolved)
         ids = child_ids(request_id, len(each))
@@ -122,6 +124,14 @@ class FrontEnd:
     def prepare(self, params: SamplingParams, token_ids: list[int]) -> SamplingParams:
         """Check the parameters against prompt, model and tokenizer, and decide what was left open."""
         return prepare(params, token_ids, self.tokenizer, self.max_model_len, self._rng, self._vocab_size)
+
+    def compile(self, params: SamplingParams) -> None:
+        """Have the request's grammar ready before the engine core sees it. Slow for a new one: see AsyncLLM.
+
+        Raises BadRequest, naming the field, for one that is wrong or cannot be held to.
+        """
+        if params.structured is not None:
+            self._grammars.compile(params.structured)
 
     def process(self, deltas: list[Delta]) -> tuple[list[RequestOutput], list[str]]:
         """Outputs for the clients, and the ids that the engine core shall abort (a stop string was found)."""
