@@ -38,8 +38,9 @@ from minivllm.serve.protocol import (
     now,
 )
 from minivllm.serve.tools.answer import ToolAnswer
-from minivllm.serve.tools.ask import ToolUse, asked
-from minivllm.serve.tools.parsers import ToolParser
+from minivllm.serve.tools.ask import ToolUse, asked, enforced
+from minivllm.serve.tools.parsers import ArgumentsParser, ArrayParser, ToolParser
+from minivllm.structured.params import StructuredParams
 
 RESERVED = {"self", "template", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 
@@ -62,19 +63,24 @@ async def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
 
 
 def find_parser(use: ToolUse, service: Service) -> type[ToolParser] | None:
-    """None: the request has no tools, or wants no calls."""
-    if use.mode == "none":
-        return None
+    """None: the request has no tools, or wants no calls. A forced call is JSON, whatever the model is used to."""
     if use.mode != "auto":
-        raise BadRequest(f'tool_choice "{use.mode}" is not supported: structured output', "tool_choice")
+        return {"none": None, "required": ArrayParser, "named": ArgumentsParser}[use.mode]
     if service.tool_parser is None:
         why = "this model's chat template writes calls in a form that no parser here reads"
         raise BadRequest(f'{why}; start the server with --tool-call-parser, or use tool_choice "required"', "tools")
     return service.tool_parser
 
 
-def for_tools(params: SamplingParams, use: ToolUse, parser: type[ToolParser] | None, service: Service):
-    """With special tokens in the text, if a call's markers are such."""
+def for_tools(
+    params: SamplingParams, use: ToolUse, parser: type[ToolParser] | None, service: Service
+) -> SamplingParams:
+    """With the grammar of a forced call, and with special tokens in the text if a call's markers are such."""
+    if parser is not None and params.structured is not None:
+        why = "an answer held to it could hold no calls as well"
+        raise BadRequest(f'{params.structured.field}: {why}; use it with tool_choice "none"', params.structured.field)
+    if (schema := enforced(use)) is not None:
+        params = params.replace(structured=StructuredParams(json=schema, disable_any_whitespace=True, field=use.field))
     tokenizer = service.engine.tokenizer
     markers = [tokenizer.encode(marker, add_special_tokens=False) for marker in (parser.markers if parser else ())]
     hidden = any(len(ids) == 1 and ids[0] in tokenizer.special_ids for ids in markers)

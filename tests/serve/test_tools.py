@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -247,3 +248,51 @@ def test_a_bad_field_is_a_400_that_names_it(fake, fields, param, text):
     assert (reply.status_code, error["param"]) == (400, param), error
     assert text in error["message"]
     assert not fake.engine.calls
+
+
+# ---- forced calls
+
+
+def test_a_named_function_is_called_with_the_whole_text_as_its_arguments(ask, fake):
+    choice = ask('{"city": "Rome"}', tool_choice=named("weather")).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Rome"}')
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    params = fake.engine.calls[-1].params
+    assert json.loads(params.structured.json) == CITY
+    assert params.structured.field == "tools[0].function.parameters"
+
+
+def test_a_named_functions_arguments_stream_as_they_come(ask):
+    chunks = list(ask(list('{"city": "Rome"}'), tool_choice=named("weather"), stream=True))
+    assert add_up(chunks) == ("", [("weather", '{"city": "Rome"}')], "tool_calls")
+    assert len(chunks) == 1 + 1 + 16 + 1  # role, name, each letter, ending
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_calls_are_an_array_that_the_grammar_enforces(ask, fake, stream):
+    calls = [{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "now", "parameters": {}}]
+    reply = ask(list(json.dumps(calls)), tool_choice="required", stream=stream)
+    expected = [("weather", '{"city": "Rome"}'), ("now", "{}")]
+    if stream:
+        assert add_up(reply) == ("", expected, "tool_calls")
+    else:
+        choice = reply.choices[0]
+        assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls] == expected
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    schema = json.loads(fake.engine.calls[-1].params.structured.json)
+    jsonschema.validate(calls, schema)
+
+
+def test_a_forced_call_needs_no_parser_of_the_models_own(fake_engine, serving):
+    fake_engine.script = ["{}"]
+    with serving(fake_engine, tool_parser=None) as url:
+        body = {"messages": HELLO, "tools": TOOLS, "tool_choice": named("now")}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body).json()
+        assert reply["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+
+
+def test_nothing_is_enforced_where_the_model_is_free(ask, fake):
+    for choice in ("auto", "none"):
+        ask("x", tool_choice=choice)
+        assert fake.engine.calls[-1].params.structured is None

@@ -23,6 +23,7 @@ class ToolUse:
     mode: Mode = "none"
     functions: tuple[Function, ...] = ()  # that may be called; the model is told of no others
     parallel: bool = True
+    field: str = "tools"  # of the request; where a forced call's schema comes from
 
     @property
     def names(self) -> frozenset[str]:
@@ -43,7 +44,8 @@ def asked(body: ChatRequest) -> ToolUse:
     functions = tuple(checked(tool, f"tools[{i}]", tools[:i]) for i, tool in enumerate(tools))
     parallel = body.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
-        return ToolUse("named", pick(functions, [choice.function.name], "tool_choice.function.name"), parallel)
+        (function,) = pick(functions, [choice.function.name], "tool_choice.function.name")
+        return ToolUse("named", (function,), parallel, f"tools[{functions.index(function)}].function.parameters")
     if isinstance(choice, AllowedTools):
         allowed = [tool.function.name for tool in choice.allowed_tools.tools]
         if not allowed:
