@@ -69,6 +69,10 @@ class EngineSection(Section):
     core: Literal["inproc", "process"] = "inproc"
 
 
+class StructuredConfig(Section):
+    backend: str = "auto"  # of structured output; auto: the first that is installed and can hold the request's form
+
+
 class DebugConfig(Section):
     preempt_every: int = 0
     evict_all: bool = False
@@ -84,6 +88,7 @@ class EngineConfig(Section):
     runner: RunnerConfig = RunnerConfig()
     executor: ExecutorConfig = ExecutorConfig()
     engine: EngineSection = EngineSection()
+    structured: StructuredConfig = StructuredConfig()
     debug: DebugConfig = DebugConfig()
 
     @classmethod
@@ -273,6 +278,7 @@ VLLM_NAMES: dict[str, str] = {
     "enable_chunked_prefill": "scheduler.chunked_prefill",
     "scheduling_policy": "scheduler.policy",
     "attention_backend": "runner.attention",
+    "guided_decoding_backend": "structured.backend",
 }
 
 

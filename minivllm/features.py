@@ -99,6 +99,15 @@ EXECUTORS: Registry = Registry(
     {"uni": "minivllm.executor.uni:UniExecutor", "naive": "minivllm.executor.naive:NaiveExecutor"},
 )
 
+GRAMMARS: Registry = Registry(  # structured.backend=auto asks them in this order
+    "structured.backend",
+    {
+        "xgrammar": "minivllm.structured.xgrammar_backend:XGrammarBackend",
+        "llguidance": "minivllm.structured.llguidance_backend:LLGuidanceBackend",
+        "dfa": "minivllm.structured.dfa:DFABackend",
+    },
+)
+
 FEATURES: tuple[Feature, ...] = (
     Feature(
         "scheduler",
@@ -243,6 +252,16 @@ FEATURES: tuple[Feature, ...] = (
         chapter="17",
         workload="fixed",
         metric="throughput",
+    ),
+    Feature(
+        "structured",
+        "structured.backend",
+        ("auto", *GRAMMARS.names()),
+        "auto",
+        "who holds an output to a JSON Schema, an expression or a grammar: a library, or the in-house automaton",
+        chapter="16",
+        workload="fixed",
+        metric="host_ms",
     ),
     Feature(
         "preempt_every",

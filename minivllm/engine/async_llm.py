@@ -5,7 +5,8 @@ loop tokenises and detokenises.
     generate() -- EngineRequest --> link.send  -----> core.add / core.abort
                <-- RequestOutput -- _deliver <------- deltas of each step
 
-Only the event loop touches the front end and only the core's thread the core, so neither needs a lock.
+Only the event loop touches the front end and only the core's thread the core, so neither needs a lock. Grammars of
+structured output are compiled in threads of their own: their compiler has its locks.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class AsyncLLM(EngineHandle):
         come all at once, at the end.
         Raises BadRequest before the first item, EngineDead if the step loop has ended.
         """
+        if isinstance(params, SamplingParams) and params.structured is not None:
+            await asyncio.to_thread(self._front.compile, params)
         if request_id in self._streams:
             raise BadRequest(f'request id "{request_id}" is in use', "request_id")
         self._loop = asyncio.get_running_loop()

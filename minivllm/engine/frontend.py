@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minivllm.config import Decision, EngineConfig, from_vllm_names
-from minivllm.engine.build import build
+from minivllm.engine.build import build, build_grammars
 from minivllm.engine.core import Observer
 from minivllm.engine.link import Link, ProcessLink, ThreadLink
 from minivllm.engine.messages import Facts
@@ -88,6 +88,7 @@ class FrontEnd:
         self.tokenizer = TextTokenizer.load(Path(facts.tokenizer_dir))
         self.processor = OutputProcessor(self.tokenizer)
         self._vocab_size = facts.info["vocab_size"]
+        self._grammars = build_grammars(facts.config, Path(facts.tokenizer_dir), self._vocab_size)
         self._rng = random.Random(facts.config.model.seed)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -128,6 +129,8 @@ class FrontEnd:
         num_outputs = beam.beam_width if beam else resolved.n
         ids = sequence_ids(request_id, num_outputs)
         group = request_id if num_outputs > 1 else ""
+        if beam is None:
+            self.compile(params)
         now = time.monotonic()
         self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
         return [
@@ -138,6 +141,14 @@ class FrontEnd:
     def prepare(self, params: SamplingParams, token_ids: list[int]) -> SamplingParams:
         """Check the parameters against prompt, model and tokenizer, and decide what was left open."""
         return prepare(params, token_ids, self.tokenizer, self.max_model_len, self._rng, self._vocab_size)
+
+    def compile(self, params: SamplingParams) -> None:
+        """Have the request's grammar ready before the engine core sees it. Slow for a new one: see AsyncLLM.
+
+        Raises BadRequest, naming the field, for one that is wrong or cannot be held to.
+        """
+        if params.structured is not None:
+            self._grammars.compile(params.structured)
 
     def process(self, deltas: list[Delta]) -> tuple[list[RequestOutput], list[str]]:
         """Outputs for the clients, and the ids that the engine core shall abort (a stop string was found)."""

@@ -61,15 +61,21 @@ class LLM(EngineHandle):
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, through the model's chat template."""
+        """Answer a conversation, or each of several, through the model's chat template.
+
+        tools: what the model is told that it may call, as in OpenAI's requests. Its calls are in the text, as the model
+        writes them.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             self._front.chat_prompt(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 **(chat_template_kwargs or {}),
             )
             for conversation in conversations
