@@ -89,6 +89,7 @@ INPUT_BUILDERS: Registry = Registry(
 ATTENTION: Registry = Registry(
     "runner.attention",
     {
+        "cpu": "minivllm.attention.cpu:CPUAttention",
         "reference": "minivllm.attention.reference:ReferenceAttention",
         "sdpa": "minivllm.attention.sdpa:SDPAAttention",
     },
