@@ -152,6 +152,16 @@ FEATURES: tuple[Feature, ...] = (
         metric="kv_used",
     ),
     Feature(
+        "kv_dtype",
+        "kv.dtype",
+        ("auto", "int8"),
+        "auto",
+        "how K and V are kept: as the model computes them, or in 8 bits with a scale for each token and head",
+        chapter="06",
+        workload="memory_pressure",
+        metric="throughput",
+    ),
+    Feature(
         "prefix",
         "kv.prefix",
         PREFIX_INDEXES.names(),
@@ -240,6 +250,10 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 CONFLICTS: tuple[Conflict, ...] = (
+    *(
+        Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read a KV cache in int8; cpu can")
+        for attention in ("reference", "sdpa")
+    ),
     Conflict(
         ("scheduler", "phased"),
         ("chunked_prefill", True),

@@ -72,7 +72,7 @@ def key(compiler: str) -> str:
     stat = found.stat()
     parts = [str(found), str(stat.st_size), str(stat.st_mtime_ns), *FLAGS, platform.machine(), processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for source in sorted(p for p in SOURCES.iterdir() if p.suffix in (".h", ".cpp")):
+    for source in [SOURCES / "attention.cpp", *sorted(SOURCES.glob("*.h"))]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
