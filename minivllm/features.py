@@ -94,6 +94,18 @@ ATTENTION: Registry = Registry(
     },
 )
 FORWARDS: Registry = Registry("runner.forward", {"eager": "minivllm.runner.forward:EagerForward"})
+PROPOSERS: Registry = Registry(
+    "spec_decode.method",
+    {
+        "none": "minivllm.spec_decode.make:none",
+        "ngram": "minivllm.spec_decode.make:ngram",
+        "suffix": "minivllm.spec_decode.make:suffix",
+    },
+)
+ACCEPTANCES: Registry = Registry(
+    "spec_decode.acceptance",
+    {"match": "minivllm.spec_decode.make:match", "rejection": "minivllm.spec_decode.make:rejection"},
+)
 EXECUTORS: Registry = Registry("executor.kind", {"uni": "minivllm.executor.uni:UniExecutor"})
 
 FEATURES: tuple[Feature, ...] = (
@@ -209,6 +221,38 @@ FEATURES: tuple[Feature, ...] = (
         chapter="14",
         workload="fixed",
         metric="throughput",
+    ),
+    Feature(
+        "spec_decode",
+        "spec_decode.method",
+        PROPOSERS.names(),
+        "none",
+        "who guesses the next tokens, so that one forward can check several: nobody, or a look-up of what followed the "
+        "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency)",
+        chapter="18",
+        workload="fixed",
+        metric="tpot_p50",
+    ),
+    Feature(
+        "acceptance",
+        "spec_decode.acceptance",
+        ACCEPTANCES.names(),
+        "match",
+        "which guesses become output: those that the request's own draw gives (the same tokens as without), or by "
+        "rejection sampling (other tokens, the same distribution)",
+        chapter="18",
+        workload="fixed",
+        metric="tpot_p50",
+    ),
+    Feature(
+        "adaptive",
+        "spec_decode.adaptive",
+        (True, False),
+        True,
+        "guess less, down to nothing, where a forward over more tokens takes longer than the guesses save",
+        chapter="18",
+        workload="fixed",
+        metric="tpot_p50",
     ),
     Feature(
         "executor",

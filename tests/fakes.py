@@ -7,6 +7,7 @@ FakeWorker is a model whose next token is a hash of all tokens before it, read b
 from __future__ import annotations
 
 import hashlib
+import random
 
 import numpy as np
 
@@ -45,8 +46,9 @@ def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9
 
 
 class FakeWorker:
-    def __init__(self, sizes: InputSizes, inputs: str = "persistent", padding: int = 2):
+    def __init__(self, sizes: InputSizes, inputs: str = "persistent", padding: int = 2, num_drafts: int = 0):
         self.sizes = sizes
+        self.num_drafts = num_drafts  # proposed after each token; some right, some wrong, some none
         self.inputs = INPUT_BUILDERS.get(inputs)(sizes)
         self.rows = Rows(sizes.max_rows)
         self.padding = padding  # dummy token rows in each batch
@@ -66,11 +68,35 @@ class FakeWorker:
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens + self.padding))
         assert len(np.unique(batch.slot_mapping[: batch.num_tokens])) == batch.num_tokens, "two tokens share a slot"
         self.kv[:, batch.slot_mapping] = batch.token_ids, batch.positions
-        tokens = [self._sample(batch, r) for r in batch.sample_requests.tolist()]
-        for r, at in zip(batch.sample_requests.tolist(), batch.sample_tokens.tolist(), strict=True):
-            assert at == batch.query_start[r + 1] - 1
-        self.inputs.append(batch, np.array(tokens, np.int64))
-        return StepOutput({batch.req_ids[r]: [t] for r, t in zip(batch.sample_requests.tolist(), tokens, strict=True)})
+        out = StepOutput()
+        requests, accepts = [], True
+        samples = zip(
+            batch.sample_requests.tolist(), batch.sample_tokens.tolist(), batch.draft_tokens.tolist(), strict=True
+        )
+        for r, at, draft in samples:
+            num_behind = int(batch.query_start[r + 1]) - 1 - at
+            assert (draft < 0) == (num_behind == 0) and num_behind <= len(plan.drafts.get(batch.req_ids[r], ()))
+            if requests and requests[-1] == r and not accepts:
+                continue  # behind a draft that was refused
+            prefix, positions = self._prefix(batch, r, int(batch.positions[at]) + 1)
+            token = next_token(prefix, positions)
+            accepts = token == draft
+            requests.append(r)
+            out.tokens.setdefault(batch.req_ids[r], []).append(token)
+            if not accepts and self.num_drafts:
+                out.drafts[batch.req_ids[r]] = self._propose([*prefix, token])
+        tokens = [token for r in dict.fromkeys(requests) for token in out.tokens[batch.req_ids[r]]]
+        self.inputs.append(batch, np.array(requests, np.int64), np.array(tokens, np.int64))
+        return out
+
+    def _propose(self, tokens: list[int]) -> list[int]:
+        """The model's own next tokens, from a place on wrong; also longer than anybody can use."""
+        chosen = random.Random(hash(tuple(tokens)))
+        drafts: list[int] = []
+        for _ in range(chosen.randrange(self.num_drafts + 1)):
+            right = next_token(tokens + drafts)
+            drafts.append(right if chosen.random() < 0.7 else chosen.randrange(VOCAB))
+        return drafts
 
     def _move(self, source: np.ndarray, target: np.ndarray, moves: list[tuple[int, int]]) -> None:
         size = self.sizes.block_size
@@ -78,12 +104,13 @@ class FakeWorker:
         for (_, b), block in zip(moves, content, strict=True):
             target[:, b * size : (b + 1) * size] = block
 
-    def _sample(self, batch, r: int) -> int:
+    def _prefix(self, batch, r: int, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Token ids and positions of a request as the cache has them."""
         block_size = self.sizes.block_size
-        at = np.arange(batch.seq_lens[r])
+        at = np.arange(num_tokens)
         slots = batch.block_tables[r, at // block_size].astype(np.int64) * block_size + at % block_size
         tokens, positions = self.kv[:, slots]
-        return next_token(tokens.tolist(), positions.tolist())
+        return tokens.tolist(), positions.tolist()
 
 
 class FakeEngine:
@@ -99,9 +126,13 @@ class FakeEngine:
         limits = Limits(
             config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, self.kv.capacity
         )
-        self.scheduler = build_scheduler(config, self.kv, limits)
+        lookahead = (
+            config.spec_decode.k if config.spec_decode.method == "ngram" else 0
+        )  # to have it tested: unused here
+        self.scheduler = build_scheduler(config, self.kv, limits, lookahead)
         sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)
-        self.worker = FakeWorker(sizes, config.runner.inputs)
+        num_drafts = config.spec_decode.k if config.spec_decode.method != "none" else 0
+        self.worker = FakeWorker(sizes, config.runner.inputs, num_drafts=num_drafts)
         self.now = 0.0
         self.core = EngineCore(self.scheduler, UniExecutor(lambda: self.worker), clock=lambda: self.now, check=True)
         self.tokens: dict[str, list[int]] = {}

@@ -37,12 +37,13 @@ class KVSpec:
     head_size: int
     block_size: int
     dtype: torch.dtype
+    beside: int = 0  # bytes a block that another model keeps under the same block ids (a draft model)
 
     @property
     def bytes_per_block(self) -> int:
         """K and V of block_size tokens in all layers."""
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
-        return per_token * self.block_size
+        return per_token * self.block_size + self.beside
 
 
 class AttentionBackend(Protocol):

@@ -54,7 +54,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         max_model_len=max_model_len,
         kv_capacity=kv.capacity,
     )
-    scheduler = build_scheduler(config, kv, limits)
+    scheduler = build_scheduler(config, kv, limits, facts.lookahead)
     core = EngineCore(scheduler, executor, observers, check=config.debug.check)
     for observer in observers:
         observer.on_start(config.flat(), facts.info)
@@ -129,10 +129,11 @@ def build_admission(config: EngineConfig, limits: Limits) -> Admission:
     return features.ADMISSIONS.get(config.scheduler.admission)(**wanted)
 
 
-def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> Scheduler:
+def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits, lookahead: int = 0) -> Scheduler:
     policy = features.POLICIES.get(config.scheduler.policy)()
     kind = features.SCHEDULERS.get(config.scheduler.kind)
-    scheduler = kind(kv, limits, policy, config.scheduler.chunked_prefill, build_admission(config, limits))
+    admission = build_admission(config, limits)
+    scheduler = kind(kv, limits, policy, config.scheduler.chunked_prefill, admission, lookahead)
     if config.debug.preempt_every or config.debug.evict_all:
         return Injector(scheduler, kv, config.debug.preempt_every, config.debug.evict_all)
     return scheduler
@@ -142,4 +143,11 @@ def build_worker(config: EngineConfig) -> Worker:
     """The data plane of one device, in whichever process it shall live."""
     from minivllm.runner.worker import Worker
 
-    return Worker(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS)
+    return Worker(
+        config,
+        features.ATTENTION,
+        features.FORWARDS,
+        features.INPUT_BUILDERS,
+        features.PROPOSERS.get(config.spec_decode.method),
+        features.ACCEPTANCES.get(config.spec_decode.acceptance),
+    )

@@ -29,6 +29,12 @@ from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, 
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.verify import Verifier
+from minivllm.spec_decode.base import Target
+from minivllm.spec_decode.make import MakeAcceptance, MakeProposer
+from minivllm.spec_decode.throttle import Throttle
+
+STEP_SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)  # tokens in a step that are timed if drafts are to be weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +56,19 @@ class WorkerFacts:
     tokenizer_dir: Path
     decisions: list[Decision]
     info: dict[str, Any]
+    lookahead: int = 0  # KV slots that proposing drafts takes behind a request's tokens
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, attention: Registry, forwards: Registry, inputs: Registry):
+    def __init__(
+        self,
+        config: EngineConfig,
+        attention: Registry,
+        forwards: Registry,
+        inputs: Registry,
+        make_proposer: MakeProposer,
+        make_acceptance: MakeAcceptance,
+    ):
         begin = time.perf_counter()
         self.config = config
         self.decisions: list[Decision] = []
@@ -66,7 +81,10 @@ class Worker:
         kv_spec = self._kv_spec(loaded.model.attention_layers)
         sizes = self._size(kv_spec, loaded.spec.max_position)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
-        self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs)
+        self.throttle = Throttle(config.scheduler.max_num_seqs)
+        self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs, make_proposer, make_acceptance)
+        if config.spec_decode.method != "none" and config.spec_decode.adaptive:
+            self._calibrate(sizes.num_blocks)
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
 
     def _load(self) -> LoadedModel:
@@ -96,7 +114,14 @@ class Worker:
         return Sizes(num_blocks, num_host_blocks, max_model_len)
 
     def _build_runner(
-        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, forwards: Registry, inputs: Registry
+        self,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        sizes: Sizes,
+        forwards: Registry,
+        inputs: Registry,
+        make_proposer: MakeProposer,
+        make_acceptance: MakeAcceptance,
     ) -> ModelRunner:
         config, model, max_rows = self.config, loaded.model, self.config.scheduler.max_num_seqs
         layers = model.attention_layers
@@ -105,14 +130,19 @@ class Worker:
         host_shape = backend.kv_shape(sizes.num_host_blocks)
         host_caches = [zeros(host_shape, self.dtype, torch.device("cpu")) for _ in layers]
         input_sizes = InputSizes(max_rows, sizes.max_model_len, config.kv.block_size, sizes.num_blocks)
+        builder = inputs.get(config.runner.inputs)(input_sizes)
+        sampler = Sampler(loaded.spec.vocab_size, max_rows, self.device)
+        proposer = make_proposer(Target(config, model, builder, sampler, device_caches, backend, self.throttle))
         return ModelRunner(
             model=model,
             forward=forwards.get(config.runner.forward)(model, self.device),
             attention=backend,
             kv_caches=device_caches,
-            inputs=inputs.get(config.runner.inputs)(input_sizes),
+            inputs=builder,
             rows=Rows(max_rows),
-            sampler=Sampler(loaded.spec.vocab_size, max_rows, self.device),
+            sampler=sampler,
+            verifier=Verifier(sampler, make_acceptance(proposer)),
+            proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
         )
@@ -143,6 +173,7 @@ class Worker:
             tokenizer_dir=loaded.tokenizer_dir,
             decisions=self.decisions,
             info=info,
+            lookahead=self.runner.proposer.lookahead,
         )
 
     def measure_costs(self) -> dict[str, float]:
@@ -156,6 +187,20 @@ class Worker:
         reason = f"measured: {shown}, a block moved in {1e3 * costs['seconds_per_block']:.3f} ms"
         self._decide("kv.preemption", "auto", reason)
         return costs
+
+    def _calibrate(self, spare_block: int) -> None:
+        """Time forwards of several sizes, so that drafts are only computed where they save time."""
+        block_size, most = self.config.kv.block_size, self.config.scheduler.max_num_batched_tokens
+        with torch.inference_mode():
+            seconds = {
+                n: n * measure_prefill(self.runner, spare_block, block_size, n, num_tries=4, logits=True)
+                for n in STEP_SIZES
+                if n <= most
+            }
+        self.throttle.calibrate(seconds)
+        k = self.config.spec_decode.k
+        grown = float(self.throttle.seconds(np.array(1 + k)) / self.throttle.seconds(np.array(1)))
+        self._decide("spec_decode.k", k, f"at most; measured: a step of {1 + k} tokens takes {grown:.2f} times as long")
 
     def facts(self) -> WorkerFacts:
         return self._facts
@@ -176,8 +221,16 @@ class Worker:
         return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
 
 
-def measure_prefill(runner: ModelRunner, spare_block: int, block_size: int, num_tokens: int = 128) -> float:
-    """Seconds a token of a prefill, the faster of two tries. Writes only to the spare block."""
+def measure_prefill(
+    runner: ModelRunner,
+    spare_block: int,
+    block_size: int,
+    num_tokens: int = 128,
+    num_tries: int = 2,
+    logits: bool = False,
+) -> float:
+    """Seconds a token of a prefill, the fastest of some tries; logits: of all tokens, too. Writes only to the spare
+    block."""
     tokens = np.arange(num_tokens) % 100
     batch = InputBatch(
         req_ids=["measure"],
@@ -190,14 +243,16 @@ def measure_prefill(runner: ModelRunner, spare_block: int, block_size: int, num_
         block_tables=np.full((1, -(-num_tokens // block_size)), spare_block, np.int32),
         sample_tokens=np.array([num_tokens - 1]),
         sample_requests=np.array([0]),
+        draft_tokens=np.array([-1]),
         num_tokens=num_tokens,
         max_query=num_tokens,
         max_seq=num_tokens,
     )
     seconds = []
-    for _ in range(2):
+    for _ in range(num_tries):
         start = time.perf_counter()
-        runner.run_model(batch).sum().item()  # item() waits for the device
+        hidden = runner.run_model(batch)
+        (runner.model.logits(hidden) if logits else hidden)[-1].sum().item()  # item() waits for the device
         seconds.append(time.perf_counter() - start)
     return min(seconds) / num_tokens
 

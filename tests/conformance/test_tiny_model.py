@@ -34,7 +34,12 @@ def wanted():
 
 @pytest.mark.parametrize("config", all_pairs(AXES), ids=label)
 def test_every_pair_of_options_gives_the_same_tokens(config, wanted):
-    assert generate(config) == wanted
+    got = generate(config)
+    if config["spec_decode.acceptance"] == "rejection":  # keeps the distribution of sampled requests, not their tokens
+        got, expected = got[1::2], wanted[1::2]  # the greedy ones
+    else:
+        expected = wanted
+    assert got == expected
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])

@@ -19,8 +19,9 @@ class EngineMachine(RuleBasedStateMachine):
         inputs=st.sampled_from(("rebuild", "persistent")),
         policy=st.sampled_from(("fcfs", "priority")),
         preempt_every=st.sampled_from((0, 3)),
+        method=st.sampled_from(("none", "suffix", "ngram")),  # for the fake: no drafts, drafts, and with lookahead
     )
-    def start(self, num_blocks, budget, max_num_seqs, kind, prefix, preemption, inputs, policy, preempt_every):
+    def start(self, num_blocks, budget, max_num_seqs, kind, prefix, preemption, inputs, policy, preempt_every, method):
         self.engine = FakeEngine(
             num_blocks,
             max_model_len=40,
@@ -34,6 +35,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "runner.inputs": inputs,
                 "scheduler.policy": policy,
                 "debug.preempt_every": preempt_every,
+                "spec_decode.method": method,
             },
         )
         self.wanted = {}
