@@ -202,6 +202,7 @@ class Request:
     num_cached_tokens: int = 0  # of these, how many the prefix cache gave at the first admission
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose log-probabilities have been reported
+    drafts: list[int] = field(default_factory=list)  # guesses of what follows token_ids; never part of them
     order: tuple = ()  # service order, unique; the scheduler's policy sets it once
     block_keys: list = field(default_factory=list)  # of each full block; the prefix index fills it
 

@@ -10,7 +10,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.features import FEATURES
 from minivllm.kernels.cpu import build
 
-AXES = list(FEATURES)
+AXES = [feature for feature in FEATURES if feature.name != "core"]  # tests/engine/test_process.py
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
 SMALL["executor.num_threads"] = 1  # threads only get in each other's way on a model this small
 
@@ -45,7 +45,10 @@ def skip_without_compiler(config):
 @pytest.mark.parametrize("config", all_pairs(AXES), ids=label)
 def test_every_pair_of_options_gives_the_same_tokens(config, wanted_of):
     skip_without_compiler(config)
-    assert generate(config) == wanted_of(config["kv.dtype"])
+    got, wanted = generate(config), wanted_of(config["kv.dtype"])
+    if config["spec_decode.acceptance"] == "rejection":  # keeps the distribution of sampled requests, not their tokens
+        got, wanted = got[1::2], wanted[1::2]  # the greedy ones
+    assert got == wanted
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
