@@ -14,7 +14,7 @@ class Driver:
         config = EngineConfig.build("v1", {"kv.block_size": 4, **overrides})
         self.kv = build_kv(config, num_blocks, max_model_len)
         limits = Limits(8, budget, max_model_len, self.kv.capacity)
-        self.scheduler = build_scheduler(config, self.kv, limits, lookahead)
+        self.scheduler = build_scheduler(config, self.kv, limits, lookahead).base
 
     def add(self, req_id: str, num_prompt: int, **params) -> Request:
         params = SamplingParams(temperature=0.0, **{"max_tokens": 30, **params})
