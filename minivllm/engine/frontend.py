@@ -107,7 +107,7 @@ class FrontEnd:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[EngineRequest]:
-        """The engine requests of one prompt (params.n of them), with their outputs expected from now on."""
+        """The engine requests of one prompt (params.num_sequences of them), with their outputs expected from now on."""
         text, token_ids = self.tokenize(prompt)
         resolved = self.prepare(params, token_ids)
         self.compile(params)

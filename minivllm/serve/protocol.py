@@ -213,7 +213,9 @@ class CompletionRequest(Sampling, kw_only=True):
     echo: Annotated[bool | None, doc("Begin the text with the prompt.")] = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Annotated[Any, refused("filling in the middle", "")] = None
-    best_of: Annotated[Any, refused("all answers are returned, so ask for n", 1)] = None
+    best_of: Annotated[
+        Positive | None, doc("Generate so many, return the n likeliest, best first. Above n not with stream.")
+    ] = None
 
 
 def parse(data: bytes, kind: type[T]) -> T:
