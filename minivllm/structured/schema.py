@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-MAX_DEPTH = 100  # subschemas inside subschemas
+MAX_DEPTH = 64  # subschemas inside subschemas
 ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id")
     + ("$comment", "$anchor", "$defs", "definitions", "contentMediaType", "contentEncoding")

@@ -51,7 +51,7 @@ def choose(mask: np.ndarray, rng: random.Random) -> int:
     return int(rng.choice(ids if len(ids) else np.flatnonzero(mask)))
 
 
-def draw(grammar: Grammar, rng: random.Random, max_tokens: int = 400) -> tuple[bytes, bool]:
+def draw(grammar: Grammar, rng: random.Random, max_tokens: int = 1500) -> tuple[bytes, bool]:
     """(what came out, whether it ended by itself)."""
     out = b""
     for _ in range(max_tokens):
