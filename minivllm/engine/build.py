@@ -174,4 +174,5 @@ def build_grammars(config: EngineConfig, tokenizer_dir: Path, vocab_size: int) -
     if not backends:
         raise ConfigError(f'structured.backend={asked} is not installed: pip install "minivllm[structured]"')
     load = partial(load_vocabulary, tokenizer_dir, vocab_size)
-    return shared_compiler((asked, str(tokenizer_dir), vocab_size), lambda: GrammarCompiler(load, backends))
+    key = (tuple(name for name, _ in backends), str(tokenizer_dir), vocab_size)
+    return shared_compiler(key, lambda: GrammarCompiler(load, backends))
