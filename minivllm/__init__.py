@@ -14,14 +14,16 @@ _EXPORTS = {
     "BeamSearchParams": "minivllm.request",
     "EngineConfig": "minivllm.config",
     "SamplingParams": "minivllm.request",
+    "StructuredParams": "minivllm.structured.params",
 }
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "SamplingParams", "StructuredParams", "__version__"]
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig
     from minivllm.engine.async_llm import AsyncLLM
     from minivllm.engine.llm import LLM
     from minivllm.request import BeamSearchParams, SamplingParams
+    from minivllm.structured.params import StructuredParams
 
 
 def __getattr__(name: str) -> Any:

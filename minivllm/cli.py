@@ -138,18 +138,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords for LLM or AsyncLLM. Raises ConfigError for a value that cannot be, before anything is loaded."""
     names = {name: value for name in VLLM_NAMES if (value := getattr(args, name)) is not None}
-    overrides = parse_set(args.set)
+    overrides: dict[str, Any] = parse_set(args.set)
+    if args.trace is not None:
+        overrides["debug.trace"] = args.trace
     EngineConfig.build(args.preset, {**from_vllm_names(names), **overrides})
     return {**names, "preset": args.preset, "overrides": overrides}
-
-
-def recorders(path: str | None) -> list[Any]:
-    """The observers that --trace asks for."""
-    if path is None:
-        return []
-    from minivllm.trace import TraceRecorder
-
-    return [TraceRecorder(path)]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -33,6 +33,7 @@ class ModelConfig(Section):
 
 class KVConfig(Section):
     block_size: int = 16  # tokens a block
+    dtype: Literal["auto", "int8"] = "auto"  # auto: the model's
     num_blocks: int | None = None  # size of the pool; None: from memory
     memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
     memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
@@ -65,10 +66,19 @@ class ExecutorConfig(Section):
     num_threads: int | None = None  # of the CPU backend; None: the cores that this process may use
 
 
+class EngineSection(Section):
+    core: Literal["inproc", "process"] = "inproc"
+
+
+class StructuredConfig(Section):
+    backend: str = "auto"  # of structured output; auto: the first that is installed and can hold the request's form
+
+
 class DebugConfig(Section):
     preempt_every: int = 0
     evict_all: bool = False
     check: bool = False  # assert every invariant after each step
+    trace: str | None = None  # a file: record every step there, as minivllm.trace/1
 
 
 class EngineConfig(Section):
@@ -78,6 +88,8 @@ class EngineConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    engine: EngineSection = EngineSection()
+    structured: StructuredConfig = StructuredConfig()
     debug: DebugConfig = DebugConfig()
 
     @classmethod
@@ -257,6 +269,7 @@ VLLM_NAMES: dict[str, str] = {
     "seed": "model.seed",
     "max_model_len": "model.max_model_len",
     "block_size": "kv.block_size",
+    "kv_cache_dtype": "kv.dtype",
     "num_gpu_blocks_override": "kv.num_blocks",
     "gpu_memory_utilization": "kv.memory_fraction",
     "kv_cache_memory_bytes": "kv.memory",
@@ -267,6 +280,7 @@ VLLM_NAMES: dict[str, str] = {
     "enable_chunked_prefill": "scheduler.chunked_prefill",
     "scheduling_policy": "scheduler.policy",
     "attention_backend": "runner.attention",
+    "guided_decoding_backend": "structured.backend",
 }
 
 

@@ -89,6 +89,7 @@ INPUT_BUILDERS: Registry = Registry(
 ATTENTION: Registry = Registry(
     "runner.attention",
     {
+        "cpu": "minivllm.attention.cpu:CPUAttention",
         "reference": "minivllm.attention.reference:ReferenceAttention",
         "sdpa": "minivllm.attention.sdpa:SDPAAttention",
     },
@@ -97,6 +98,15 @@ FORWARDS: Registry = Registry("runner.forward", {"eager": "minivllm.runner.forwa
 EXECUTORS: Registry = Registry(
     "executor.kind",
     {"uni": "minivllm.executor.uni:UniExecutor", "naive": "minivllm.executor.naive:NaiveExecutor"},
+)
+
+GRAMMARS: Registry = Registry(  # structured.backend=auto asks them in this order
+    "structured.backend",
+    {
+        "xgrammar": "minivllm.structured.xgrammar_backend:XGrammarBackend",
+        "llguidance": "minivllm.structured.llguidance_backend:LLGuidanceBackend",
+        "dfa": "minivllm.structured.dfa:DFABackend",
+    },
 )
 
 FEATURES: tuple[Feature, ...] = (
@@ -152,6 +162,16 @@ FEATURES: tuple[Feature, ...] = (
         chapter="06",
         workload="sharegpt",
         metric="kv_used",
+    ),
+    Feature(
+        "kv_dtype",
+        "kv.dtype",
+        ("auto", "int8"),
+        "auto",
+        "how K and V are kept: as the model computes them, or in 8 bits with a scale for each token and head",
+        chapter="06",
+        workload="memory_pressure",
+        metric="throughput",
     ),
     Feature(
         "prefix",
@@ -235,6 +255,26 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "core",
+        "engine.core",
+        ("inproc", "process"),
+        "inproc",
+        "where the engine core steps: beside the front end, or in a process of its own, which nothing delays (V1)",
+        chapter="17",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "structured",
+        "structured.backend",
+        ("auto", *GRAMMARS.names()),
+        "auto",
+        "who holds an output to a JSON Schema, an expression or a grammar: a library, or the in-house automaton",
+        chapter="16",
+        workload="fixed",
+        metric="host_ms",
+    ),
+    Feature(
         "preempt_every",
         "debug.preempt_every",
         (0, 3),
@@ -253,6 +293,10 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 CONFLICTS: tuple[Conflict, ...] = (
+    *(
+        Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read a KV cache in int8; cpu can")
+        for attention in ("reference", "sdpa")
+    ),
     Conflict(
         ("scheduler", "phased"),
         ("chunked_prefill", True),

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from minivllm.errors import BadRequest
+from minivllm.structured.params import StructuredParams
 
 MAX_LOGPROBS = 20  # OpenAI's bound on top_logprobs
 MAX_STOP_STRINGS = 64
@@ -30,6 +31,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `seed`: the same seed, prompt and model give the same tokens whatever else is in the batch. None draws one from the
     engine's own generator (`EngineConfig.model.seed`).
+
+    `structured`: what the output must look like (structured/params.py). How it meets min_tokens, ignore_eos and
+    stop_token_ids: sampling/grammar_mask.py.
 
     eos_token_ids and bad_words_token_ids are filled in by the engine's front end, which has the tokenizer.
     """
@@ -56,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured: StructuredParams | None = None
     eos_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
@@ -101,6 +106,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise BadRequest("stop strings need detokenize=True", "stop")
         for token, bias in (self.logit_bias or {}).items():
             _number(f"logit_bias[{token}]", bias, low=-100.0, high=100.0, param="logit_bias")
+        if self.structured is not None and not isinstance(self.structured, StructuredParams):
+            raise BadRequest(f"structured must be StructuredParams(...), got {self.structured!r}", "structured")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise BadRequest("allowed_token_ids must not be empty", "allowed_token_ids")
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import features
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
+from minivllm.engine.vocabulary import load_vocabulary
 from minivllm.errors import ConfigError
 from minivllm.kv.base import KVManager
 from minivllm.kv.contiguous import ContiguousKVManager, Reservation, reserve_max, reserve_oracle, reserve_pow2
@@ -21,6 +23,8 @@ from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits
 from minivllm.scheduler.beam import BeamScheduler
 from minivllm.scheduler.inject import Injector
+from minivllm.structured.compiler import GrammarCompiler, is_installed, shared_compiler
+from minivllm.trace import TraceRecorder
 
 if TYPE_CHECKING:
     from minivllm.runner.worker import Worker
@@ -57,6 +61,8 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         kv_capacity=kv.capacity,
     )
     scheduler = build_scheduler(config, kv, limits)
+    if config.debug.trace is not None:
+        observers = [*observers, TraceRecorder(config.debug.trace)]
     core = EngineCore(scheduler, executor, observers, check=config.debug.check)
     for observer in observers:
         observer.on_start(config.flat(), facts.info)
@@ -145,4 +151,19 @@ def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Work
     """The data plane of one device, in whichever process it shall live. kind: an executor's own sort of worker."""
     from minivllm.runner.worker import Worker
 
-    return (kind or Worker)(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS)
+    make_grammars = partial(build_grammars, config)
+    return (kind or Worker)(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS, make_grammars)
+
+
+def build_grammars(config: EngineConfig, tokenizer_dir: Path, vocab_size: int) -> GrammarCompiler:
+    """The compiler of structured output; equal arguments give the same one while it lives. Loads nothing yet.
+
+    Raises ConfigError for a backend that is asked for and not installed.
+    """
+    asked = config.structured.backend
+    names = features.GRAMMARS.names() if asked == "auto" else (asked,)
+    backends = [(name, backend) for name in names if is_installed(backend := features.GRAMMARS.get(name))]
+    if not backends:
+        raise ConfigError(f'structured.backend={asked} is not installed: pip install "minivllm[structured]"')
+    load = partial(load_vocabulary, tokenizer_dir, vocab_size)
+    return shared_compiler((asked, str(tokenizer_dir), vocab_size), lambda: GrammarCompiler(load, backends))

@@ -1,16 +1,21 @@
-"""The client seam: how a front end (LLM, AsyncLLM, server) reaches an engine core."""
+"""The client seam: how an offline front end (LLM) drives an engine core, step by step or from afar."""
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Sequence
 from typing import Protocol
 
-from minivllm.engine.core import EngineCore
+from minivllm.engine.core import EngineCore, EngineStats
+from minivllm.engine.link import Link
+from minivllm.engine.messages import Abort, Add, Message, Report
 from minivllm.plan import Delta
 from minivllm.request import EngineRequest
 
 
 class EngineClient(Protocol):
+    stats: EngineStats
+
     def add(self, req: EngineRequest) -> None: ...
 
     def abort(self, req_ids: Sequence[str]) -> None: ...
@@ -19,12 +24,15 @@ class EngineClient(Protocol):
         """What has changed; [] if nothing did within timeout seconds (None: as long as it takes)."""
         ...
 
+    def close(self) -> None: ...
+
 
 class InprocClient:
     """The core in this process and thread: polling it is what makes it step."""
 
     def __init__(self, core: EngineCore):
         self.core = core
+        self.stats = core.stats
 
     def add(self, req: EngineRequest) -> None:
         self.core.add(req)
@@ -39,3 +47,38 @@ class InprocClient:
             if timeout is not None:
                 break
         return []
+
+    def close(self) -> None:
+        self.core.shutdown()
+
+
+class LinkClient:
+    """The core elsewhere: it steps by itself, and polling only takes what it has sent."""
+
+    def __init__(self, link: Link):
+        self.stats = EngineStats()
+        self._link = link
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        link.start(self._messages.put)
+
+    def add(self, req: EngineRequest) -> None:
+        self._link.send(Add(req))
+
+    def abort(self, req_ids: Sequence[str]) -> None:
+        self._link.send(Abort(list(req_ids)))
+
+    def poll(self, timeout: float | None = None) -> list[Delta]:
+        """Raises what the core refused a request with, and EngineDead once it has ended."""
+        while True:
+            try:
+                message = self._messages.get(timeout=timeout)
+            except queue.Empty:
+                return []
+            if not isinstance(message, Report):
+                raise message.error.exception()
+            self.stats.take(message.stats)
+            if message.deltas:
+                return message.deltas
+
+    def close(self) -> None:
+        self._link.close()

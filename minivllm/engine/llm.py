@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from minivllm.engine.client import InprocClient
+from minivllm.engine.client import EngineClient, InprocClient, LinkClient
 from minivllm.engine.frontend import EngineHandle, Messages, Prompt
+from minivllm.engine.link import ThreadLink
 from minivllm.engine.output import RequestOutput
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
@@ -20,7 +21,9 @@ class LLM(EngineHandle):
     """Offline batches: a call returns when all of its prompts are done. Arguments: see EngineHandle."""
 
     def _start(self) -> None:
-        self._client = InprocClient(self._core)
+        link = self._link
+        self._client: EngineClient = InprocClient(link.core) if isinstance(link, ThreadLink) else LinkClient(link)
+        self.stats = self._client.stats
         self._ids = count()
 
     def generate(
@@ -58,15 +61,21 @@ class LLM(EngineHandle):
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, through the model's chat template."""
+        """Answer a conversation, or each of several, through the model's chat template.
+
+        tools: what the model is told that it may call, as in OpenAI's requests. Its calls are in the text, as the model
+        writes them.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             self._front.chat_prompt(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 **(chat_template_kwargs or {}),
             )
             for conversation in conversations
@@ -87,7 +96,7 @@ class LLM(EngineHandle):
 
     def shutdown(self) -> None:
         """Free the model and the cache, close traces. The object cannot be used afterwards."""
-        self._core.shutdown()
+        self._client.close()
 
     def __enter__(self) -> LLM:
         return self

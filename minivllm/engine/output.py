@@ -260,6 +260,11 @@ class OutputProcessor:
         for child_id in child_ids:
             self._choices[child_id] = parent.add_choice(child_id)
 
+    def parent_of(self, child_id: str) -> str | None:
+        """The request that an id of the engine core belongs to."""
+        choice = self._choices.get(child_id)
+        return None if choice is None else choice.parent.id
+
     def process(self, deltas: Sequence[Delta], now: float) -> tuple[list[RequestOutput], list[str]]:
         """One step's deltas -> (outputs for clients, in the order of the deltas; ids to abort in the engine core)."""
         touched: dict[str, dict[str, _Choice]] = {}

@@ -45,10 +45,13 @@ def prepare(
 
 
 def children(params: SamplingParams) -> list[SamplingParams]:
-    """The n requests that one prompt with n > 1 becomes: seeds seed, seed + 1 ..."""
+    """The n requests that one prompt with n > 1 becomes: seeds seed, seed + 1 ... Only the first scores the prompt, so
+    that the others may find it in the prefix cache."""
     if params.n == 1:
         return [params]
-    return [params.replace(n=1, seed=_wrap(params.seed + i)) for i in range(params.n)]
+    first = params.replace(n=1)
+    others = first.replace(prompt_logprobs=None)
+    return [first, *(others.replace(seed=_wrap(params.seed + i)) for i in range(1, params.n))]
 
 
 def _check_prompt(prompt_token_ids: Sequence[int], max_model_len: int) -> None:

@@ -27,7 +27,7 @@ from minivllm.runner.inputs import BatchKey, InputSizes, Rows
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.runner.worker import Sizes, Worker
-from minivllm.sampling.sampler import Sampler
+from minivllm.structured.compiler import GrammarCompiler
 
 
 class NaiveWorker(Worker):
@@ -46,7 +46,13 @@ class NaiveWorker(Worker):
         return self._decide("runner.attention", name, reason), NoAttention
 
     def _build_runner(
-        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, forwards: Registry, inputs: Registry
+        self,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        sizes: Sizes,
+        forwards: Registry,
+        inputs: Registry,
+        grammars: GrammarCompiler,
     ) -> ModelRunner:
         config, model, max_rows = self.config, loaded.model, self.config.scheduler.max_num_seqs
         self.forward = OneByOne(model, self.device)
@@ -58,7 +64,7 @@ class NaiveWorker(Worker):
             kv_caches=[],
             inputs=inputs.get(config.runner.inputs)(input_sizes),
             rows=Rows(max_rows),
-            sampler=Sampler(loaded.spec.vocab_size, max_rows, self.device),
+            sampler=self._sampler(loaded, grammars),
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=NoBlockMoves(),
         )

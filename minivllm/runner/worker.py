@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ from minivllm.runner.inputs import InputSizes, Rows
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
+from minivllm.sampling.grammar_mask import make_grammar_mask
+from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.sampling.sampler import Sampler
+from minivllm.structured.compiler import GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,15 @@ class WorkerFacts:
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, attention: Registry, forwards: Registry, inputs: Registry):
+    def __init__(
+        self,
+        config: EngineConfig,
+        attention: Registry,
+        forwards: Registry,
+        inputs: Registry,
+        make_grammars: Callable[[Path, int], GrammarCompiler],
+    ):
+        """make_grammars: from the tokenizer's folder and the size of the model's vocabulary."""
         begin = time.perf_counter()
         self.config = config
         self.decisions: list[Decision] = []
@@ -66,7 +78,8 @@ class Worker:
         kv_spec = self._kv_spec(loaded.model.attention_layers)
         sizes = self._size(kv_spec, loaded.spec.max_position)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
-        self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs)
+        grammars = make_grammars(loaded.tokenizer_dir, loaded.spec.vocab_size)
+        self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs, grammars)
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
 
     def _load(self) -> LoadedModel:
@@ -76,13 +89,18 @@ class Worker:
         return loaded
 
     def _choose_attention(self, layers: list[AttentionSpec], registry: Registry) -> tuple[str, type[AttentionBackend]]:
-        backend_class, choice = choose_attention(self.config.runner.attention, self.device, layers, registry)
+        backend_class, choice = choose_attention(
+            self.config.runner.attention, self.device, layers, registry, self._kv_dtype()
+        )
         self._decide("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
 
     def _kv_spec(self, layers: list[AttentionSpec]) -> KVSpec:
         first = layers[0]
-        return KVSpec(len(layers), first.num_kv_heads, first.head_size, self.config.kv.block_size, self.dtype)
+        return KVSpec(len(layers), first.num_kv_heads, first.head_size, self.config.kv.block_size, self._kv_dtype())
+
+    def _kv_dtype(self) -> torch.dtype:
+        return self.dtype if self.config.kv.dtype == "auto" else getattr(torch, self.config.kv.dtype)
 
     def _size(self, spec: KVSpec, model_limit: int) -> Sizes:
         """The pools and the longest request that they allow."""
@@ -96,14 +114,25 @@ class Worker:
         return Sizes(num_blocks, num_host_blocks, max_model_len)
 
     def _build_runner(
-        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, forwards: Registry, inputs: Registry
+        self,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        sizes: Sizes,
+        forwards: Registry,
+        inputs: Registry,
+        grammars: GrammarCompiler,
     ) -> ModelRunner:
-        config, model, max_rows = self.config, loaded.model, self.config.scheduler.max_num_seqs
+        config, model, max_rows, kv_dtype = (
+            self.config,
+            loaded.model,
+            self.config.scheduler.max_num_seqs,
+            self._kv_dtype(),
+        )
         layers = model.attention_layers
         # One spare block takes the K and V of padding tokens.
-        device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), self.dtype, self.device) for _ in layers]
+        device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), kv_dtype, self.device) for _ in layers]
         host_shape = backend.kv_shape(sizes.num_host_blocks)
-        host_caches = [zeros(host_shape, self.dtype, torch.device("cpu")) for _ in layers]
+        host_caches = [zeros(host_shape, kv_dtype, torch.device("cpu")) for _ in layers]
         input_sizes = InputSizes(max_rows, sizes.max_model_len, config.kv.block_size, sizes.num_blocks)
         return ModelRunner(
             model=model,
@@ -112,10 +141,14 @@ class Worker:
             kv_caches=device_caches,
             inputs=inputs.get(config.runner.inputs)(input_sizes),
             rows=Rows(max_rows),
-            sampler=Sampler(loaded.spec.vocab_size, max_rows, self.device),
+            sampler=self._sampler(loaded, grammars),
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
         )
+
+    def _sampler(self, loaded: LoadedModel, grammars: GrammarCompiler) -> Sampler:
+        processors = (make_grammar_mask(grammars), *DEFAULT_PROCESSORS)
+        return Sampler(loaded.spec.vocab_size, self.config.scheduler.max_num_seqs, self.device, processors)
 
     def _collect(
         self, loaded: LoadedModel, attention: str, spec: KVSpec, sizes: Sizes, load_seconds: float

@@ -13,7 +13,7 @@ The sampler knows nothing of requests' names, of the scheduler, or of which toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class Sampler:
         vocab_size: int,
         max_rows: int,
         device: torch.device | str = "cpu",
-        processors: Sequence[type[LogitsProcessor]] = DEFAULT_PROCESSORS,
+        processors: Sequence[Callable[[int, int], LogitsProcessor]] = DEFAULT_PROCESSORS,
     ):
         self.vocab_size = vocab_size
         self.device = torch.device(device)

@@ -26,6 +26,7 @@ from minivllm.registry import did_you_mean
 from minivllm.serve import chat, completions, errors, openapi, protocol
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, events
+from minivllm.serve.tools.parsers import HermesParser, ToolParser
 
 MAX_BODY_BYTES = 16 * 2**20
 
@@ -175,8 +176,9 @@ def create_app(
     model_names: Sequence[str],
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    tool_parser: type[ToolParser] | None = HermesParser,
 ) -> Starlette:
-    """`metrics` must be an observer of `engine`. The app closes the engine when it shuts down."""
+    """`metrics` watches `engine` from now on. The app closes the engine when it shuts down."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -191,7 +193,8 @@ def create_app(
     )
     app.add_middleware(Guard, api_key=api_key, metrics=metrics)
     metrics.stats = engine.stats
-    app.state.service = Service(engine, metrics, model_names[0])
+    engine.watchers.append(metrics)
+    app.state.service = Service(engine, metrics, model_names[0], tool_parser)
     app.state.model_names = list(model_names)
     app.state.max_body_bytes = max_body_bytes
     app.state.created = int(time.time())

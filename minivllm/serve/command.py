@@ -21,12 +21,13 @@ from minivllm.cli import (
     fail,
     interrupts_end_at_once,
     print_table,
-    recorders,
 )
 from minivllm.config import DEFAULT_MODEL
+from minivllm.serve.tools import TOOL_PARSERS, choose
 
 if TYPE_CHECKING:
     from minivllm.engine.async_llm import AsyncLLM
+    from minivllm.serve.tools import Choice
 
 EXAMPLES = """examples:
   python -m minivllm.serve                                        the default model, on http://127.0.0.1:8000
@@ -55,6 +56,14 @@ def parser(prog: str) -> Parser:
     group.add_argument("--port", default=8000, type=int, help="0: any free one (8000)")
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests call it (--model)")
     group.add_argument("--api-key", metavar="KEY", help="require this bearer token on /v1 (none)")
+    parsers = ("auto", *TOOL_PARSERS.names())
+    group.add_argument(
+        "--tool-call-parser",
+        choices=parsers,
+        default="auto",
+        metavar="NAME",
+        help=f"how the model writes tool calls: {', '.join(parsers)} (auto: as its chat template does)",
+    )
     levels = ("debug", "info", "warning", "error")
     group.add_argument(
         "--log-level", choices=levels, default="info", metavar="LEVEL", help=f"{', '.join(levels)} (info)"
@@ -112,13 +121,14 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
         from minivllm.serve.server import Server
 
         metrics = Metrics(names[0])
-        engine = AsyncLLM(observers=[metrics, *recorders(args.trace)], **options)
-    app = create_app(engine, metrics, names, api_key=args.api_key)
+        engine = AsyncLLM(**options)
+    tools = choose(args.tool_call_parser, engine.tokenizer)
+    app = create_app(engine, metrics, names, api_key=args.api_key, tool_parser=tools.parser)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def announce() -> None:
-        report(engine, names, url)
+        report(engine, names, url, tools)
         print(f"\nReady in {time.perf_counter() - begin:.1f} s: {url}/v1   (Ctrl-C stops)", flush=True)
 
     try:
@@ -129,7 +139,7 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
         fail_in_use(host, port)
 
 
-def report(engine: AsyncLLM, names: Sequence[str], url: str) -> None:
+def report(engine: AsyncLLM, names: Sequence[str], url: str, tools: Choice) -> None:
     """One table: what is served, then each choice that was made for the user, with its reason."""
     info, config = engine.info, engine.config
     chosen = {decision.field: decision.reason for decision in engine.decisions}
@@ -140,6 +150,7 @@ def report(engine: AsyncLLM, names: Sequence[str], url: str) -> None:
         ("attention backend", info["attention"], chosen.pop("runner.attention", "as configured")),
         ("dtype", info["dtype"], chosen.pop("model.dtype", "as configured")),
         ("KV blocks", blocks, chosen.pop("kv.num_blocks", "as configured")),
+        ("tool calls", tools.name, tools.reason),
     ]
     rows += [decision for decision in engine.decisions if decision.field in chosen]
     print_table("minivllm", ("what", "value", "why"), rows)

@@ -28,6 +28,7 @@ from minivllm.errors import BadRequest
 from minivllm.request import SamplingParams
 from minivllm.serve import errors
 from minivllm.serve.protocol import PromptLogprob, PromptLogprobs, Sampling, Usage
+from minivllm.serve.tools.parsers import ToolParser
 
 LONG_TEXT = 20_000  # characters
 DONE = b"data: [DONE]\n\n"
@@ -45,6 +46,7 @@ class Service:
     engine: AsyncLLM
     metrics: Metrics
     model: str  # the name that answers bear
+    tool_parser: type[ToolParser] | None = None  # None: this model's calls cannot be read
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class Shape(Protocol):
     """One endpoint's JSON. An object serves one job, so it may remember what it has sent of each choice."""
 
     def opening(self, choice: int, prompt: Prompt, output: RequestOutput) -> Struct | None: ...
-    def delta(self, choice: int, out: CompletionOutput) -> Struct: ...
+    def deltas(self, choice: int, out: CompletionOutput) -> list[Struct]: ...
     def ending(self, choice: int, out: CompletionOutput) -> Struct: ...
     def whole(self, choice: int, prompt: Prompt, output: RequestOutput, out: CompletionOutput) -> Struct: ...
 
@@ -140,7 +142,6 @@ async def events(job: Job, shape: Shape) -> AsyncIterator[bytes]:
     opened: set[int] = set()
     with_usage = bool(job.body.stream_options and job.body.stream_options.include_usage)
     null = None if with_usage else UNSET
-    silent = job.params.logprobs is None and not job.body.return_token_ids  # tokens without text need no event
     async with aclosing(job.outputs("delta")) as stream:
         async for i, output in stream:
             for out in output.outputs:
@@ -149,13 +150,18 @@ async def events(job: Job, shape: Shape) -> AsyncIterator[bytes]:
                     opened.add(choice)
                     if (opening := shape.opening(choice, job.prompts[i], output)) is not None:
                         yield event(shape.wrap([opening], null))
-                if out.text or (out.token_ids and not silent):
-                    yield event(shape.wrap([shape.delta(choice, out)], null))
+                for delta in shape.deltas(choice, out):
+                    yield event(shape.wrap([delta], null))
                 if out.finish_reason is not None:
                     yield event(shape.wrap([shape.ending(choice, out)], null))
     if with_usage:
         yield event(shape.wrap([], job.usage))
     yield DONE
+
+
+def wants_tokens(body: Sampling, out: CompletionOutput) -> bool:
+    """Tokens without text need no event, unless they are asked for."""
+    return bool(out.token_ids) and (out.logprobs is not None or bool(body.return_token_ids))
 
 
 def event(data: Struct) -> bytes:

@@ -101,19 +101,72 @@ class ContentPart(RequestBody):
     prompt_cache_breakpoint: Annotated[Any, accepted("Every full block of a prompt is cached.")] = None
 
 
+class CalledFunction(RequestBody):
+    name: str
+    arguments: Annotated[str, doc("A JSON object, as text.")]
+
+
+class CalledTool(RequestBody):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: Annotated[int | None, accepted("Clients that put a stream together leave it in.")] = None
+
+
 class Message(RequestBody):
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"],
-        doc("developer is read as system; tool and function are refused, as tools are."),
+        doc("developer is read as system; function, the older name of tool, is refused."),
     ]
     content: str | list[ContentPart] | None = None
     name: Annotated[str | None, doc("Handed to the chat template.")] = None
     refusal: Annotated[str | None, accepted()] = None
     annotations: Annotated[list[Any] | None, accepted()] = None
-    tool_calls: Annotated[Any, refused("tool calling", [])] = None
-    tool_call_id: Annotated[Any, refused("tool calling")] = None
-    function_call: Annotated[Any, refused("tool calling")] = None
+    tool_calls: Annotated[list[CalledTool] | None, doc("The assistant's.")] = None
+    tool_call_id: Annotated[str | None, doc('Of the call that this message of role "tool" answers.')] = None
+    function_call: Annotated[Any, refused("OpenAI has replaced it by tool_calls")] = None
     audio: Annotated[Any, refused("this server's models write text only")] = None
+
+
+class Function(RequestBody):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$", description="Letters, digits, _ and -; 64 at most.")]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, doc("The arguments' JSON schema, of an object; null: none.")] = None
+    strict: Annotated[
+        bool | None,
+        accepted('Forced calls (tool_choice "required" or a name) always follow the schema, others need not.'),
+    ] = None
+
+
+class Tool(RequestBody):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(RequestBody):
+    name: str
+
+
+class NamedTool(RequestBody, tag_field="type", tag="function"):
+    """This function is called."""
+
+    function: FunctionName
+
+
+class FunctionReference(RequestBody):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ToolSubset(RequestBody):
+    mode: Literal["auto", "required"]
+    tools: list[FunctionReference]
+
+
+class AllowedTools(RequestBody, tag_field="type", tag="allowed_tools"):
+    """Only these are offered."""
+
+    allowed_tools: ToolSubset
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -127,6 +180,12 @@ class ChatRequest(Sampling, kw_only=True):
         None
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, doc("vLLM's: variables for the chat template.")] = None
+    tools: Annotated[list[Tool] | None, doc("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
+        doc("null: auto if there are tools. With none the model is not told of them."),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, doc("false: one call at most.")] = None
 
     metadata: Annotated[dict[str, str] | None, accepted()] = None
     store: Annotated[bool | None, accepted("Nothing is ever stored.")] = None
@@ -135,12 +194,9 @@ class ChatRequest(Sampling, kw_only=True):
     prompt_cache_key: Annotated[str | None, accepted("Prompts are matched by content; see cache_salt.")] = None
     prompt_cache_options: Annotated[Any, accepted()] = None
     prompt_cache_retention: Annotated[str | None, accepted()] = None
-    parallel_tool_calls: Annotated[bool | None, accepted("There are no tools.")] = None
 
-    tools: Annotated[Any, refused("tool calling", [])] = None
-    tool_choice: Annotated[Any, refused("tool calling", "none")] = None
-    functions: Annotated[Any, refused("tool calling", [])] = None
-    function_call: Annotated[Any, refused("tool calling", "none")] = None
+    functions: Annotated[Any, refused("OpenAI has replaced it by tools", [])] = None
+    function_call: Annotated[Any, refused("OpenAI has replaced it by tool_choice", "none")] = None
     response_format: Annotated[Any, refused("structured output", {"type": "text"})] = None
     modalities: Annotated[Any, refused("only text is written", ["text"])] = None
     audio: Annotated[Any, refused("only text is written")] = None
@@ -199,14 +255,11 @@ def _bad_field(text: str, kind: type[Struct]) -> BadRequest:
     what, _, where = text.partition(" - at ")
     where = where.rpartition("`$")[2].strip("`.")
     if "unknown field" not in what:
-        field = where or (what.split("`")[1] if "missing required" in what else None)
+        missing = what.split("`")[1] if "missing required" in what else ""
+        field = ".".join(filter(None, [where, missing])) or None
         return BadRequest(f"{where or 'the body'}: {what.replace('`', '')}", field)
     name = what.split("`")[1]
-    known = {
-        f
-        for struct in ([kind] if not where else (StreamOptions, Message, ContentPart))
-        for f in struct.__struct_fields__
-    }
+    known = {f for struct in ([kind] if not where else RequestBody.__subclasses__()) for f in struct.__struct_fields__}
     full = f"{where}.{name}".strip(".")
     return BadRequest(f'unknown field "{full}".{did_you_mean(name, sorted(known))}', full)
 
@@ -261,10 +314,22 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
+class FunctionCall(Struct):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -293,9 +358,24 @@ class ChatCompletion(Answer, kw_only=True):
     choices: list[ChatChoice]
 
 
+class FunctionDelta(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct):
+    """The first of a call has its id, type and name; all have a piece of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):

@@ -37,7 +37,10 @@ class LetterTokenizer:
     def token_bytes(self, token_id):
         return chr(token_id).encode()
 
+    tool_template = None
+
     def apply_chat_template(self, messages, add_generation_prompt=True, continue_final_message=False, **kwargs):
+        self.rendered = {"messages": messages, **kwargs}
         return "".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>" * add_generation_prompt
 
 
@@ -54,6 +57,7 @@ class FakeEngine:
     def __init__(self):
         self.tokenizer = LetterTokenizer()
         self.stats = EngineStats()
+        self.watchers = []
         self.reset()
 
     def reset(self):
