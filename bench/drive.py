@@ -132,6 +132,8 @@ class Side:
     """One configuration, loaded."""
 
     def __init__(self, config: EngineConfig):
+        if config.engine.core != "inproc":
+            raise ConfigError(f"engine.core={config.engine.core} cannot be driven: steps are watched in this process")
         self.engine: Engine = build(config)
         runner = getattr(getattr(self.engine.executor, "worker", None), "runner", None)
         prepare = None
