@@ -38,14 +38,14 @@ from typing import Any
 import plots
 from common import RESULTS, note, record
 from comparisons import Comparison, plan_comparisons
-from drive import VIRTUAL_STEPS, Side, sized
-from latency import METRICS, bootstrap_ratio, verdict
+from drive import VIRTUAL_STEPS, in_turns, loaded, sized
+from latency import METRICS, bootstrap_ratio, shown, verdict
 from plots import KINDS, markdown
 from tqdm import tqdm
 from workloads import WORKLOADS, draw
 
 from minivllm.config import DEFAULT_MODEL, PRESETS, EngineConfig, parse_set
-from minivllm.errors import ConfigError, UserError
+from minivllm.errors import UserError
 
 QUICK_RATE, QUICK_LONGEST = 50, 32
 ENOUGH = 5  # repetitions: of fewer, chance alone has all on one side too often to mark a winner
@@ -61,31 +61,12 @@ def measure(comparison: Comparison, args: argparse.Namespace, bar: tqdm) -> dict
     scale = args.scale or (min(1.0, QUICK_LONGEST / workload.longest) if args.quick else 1.0)
     shape = {"num_requests": args.num_requests, "rate": rate, "scale": scale, "vocab": args.vocab}
     scenes = [draw(comparison.workload, args.seed + i, **shape) for i in range(args.repetitions)]
-    first = scenes[0].arrivals[0]
-    warm = first._replace(prompt_token_ids=first.prompt_token_ids[::-1], max_tokens=min(4, first.max_tokens))
-    sides: dict[str, Side] = {}
-    try:
-        for name, config in (("a", comparison.a), ("b", comparison.b)):
-            sides[name] = side = Side(sized(config, scenes, args.pool_tokens))
-            if (size := side.engine.info.get("vocab_size", args.vocab)) < args.vocab:
-                raise ConfigError(f"the model knows {size} tokens: choose --vocab {size}")
-            side.run([warm], virtual=True)
-        values: dict[str, list[dict[str, float]]] = {"a": [], "b": []}
-        num_different = 0
-        for i, scene in enumerate(scenes):
-            tokens = {}
-            for name in ("a", "b") if i % 2 == 0 else ("b", "a"):
-                found, tokens[name] = sides[name].run(scene.arrivals, args.virtual)
-                values[name].append(found)
-                bar.update()
-            num_different += sum(a != b for a, b in zip(tokens["a"], tokens["b"], strict=True))
-        num_outputs = sum(a.num_sequences for scene in scenes for a in scene.arrivals)
+    asked = {"a": comparison.a, "b": comparison.b}
+    with loaded({name: sized(config, scenes, args.pool_tokens) for name, config in asked.items()}) as sides:
+        runs = in_turns(sides, scenes, bar.update, args.virtual)
         configs = {name: side.engine.config.flat() for name, side in sides.items()}
-    finally:
-        for side in sides.values():
-            side.close()
-    outputs = {"num": num_outputs, "num_different": num_different}
-    return row(comparison, values, outputs) | {"shape": shape | {"rate": str(rate)}, "configs": configs}
+    outputs = {"num": runs.num_outputs, "num_different": runs.num_different}
+    return row(comparison, runs.values, outputs) | {"shape": shape | {"rate": str(rate)}, "configs": configs}
 
 
 def row(comparison: Comparison, values: dict[str, list[dict[str, float]]], outputs: dict[str, int]) -> dict[str, Any]:
@@ -95,8 +76,7 @@ def row(comparison: Comparison, values: dict[str, list[dict[str, float]]], outpu
     for name in names:
         a, b = ([run[name] for run in values[side]] for side in "ab")
         ratio = bootstrap_ratio(a, b)
-        found = {key: round(value, 4) for key, value in ratio._asdict().items()} if ratio else {"ratio": None}
-        ratios[name] = found | {"verdict": verdict(name, ratio, a, b) if len(a) >= ENOUGH else ""}
+        ratios[name] = shown(ratio) | {"verdict": verdict(name, ratio, a, b) if len(a) >= ENOUGH else ""}
     return {
         "kind": comparison.kind,
         "switch": comparison.switch.name,

@@ -6,9 +6,10 @@ import gc
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from latency import StepRecord, Timeline, metrics
 from workloads import Arrival, Scene
@@ -16,6 +17,7 @@ from workloads import Arrival, Scene
 from minivllm.config import EngineConfig
 from minivllm.engine.build import Engine, build
 from minivllm.engine.prepare import children
+from minivllm.errors import ConfigError
 from minivllm.kv.waste import paged_waste
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
@@ -130,6 +132,8 @@ class Side:
     """One configuration, loaded."""
 
     def __init__(self, config: EngineConfig):
+        if config.engine.core != "inproc":
+            raise ConfigError(f"engine.core={config.engine.core} cannot be driven: steps are watched in this process")
         self.engine: Engine = build(config)
         runner = getattr(getattr(self.engine.executor, "worker", None), "runner", None)
         prepare = None
@@ -216,3 +220,53 @@ def sized(config: EngineConfig, scenes: Sequence[Scene], pool_tokens: int | None
         tokens = pool_tokens or min(max(scene.pool_tokens for scene in scenes), max(MAX_POOL, longest))
         overrides["kv.num_blocks"] = math.ceil(tokens / config.kv.block_size) + 1
     return config.override(overrides)
+
+
+# ---------------------------------------------------------------------------------------- several, in turns
+
+
+class Runs(NamedTuple):
+    values: dict[str, list[dict[str, float]]]  # of each side, the metrics of each repetition
+    num_different: int  # outputs that differ from the first side's
+    num_outputs: int  # of one side
+
+
+@contextmanager
+def loaded(configs: Mapping[str, EngineConfig]) -> Iterator[dict[str, Side]]:
+    """All of them at once, in one process. Raises UserError for a configuration that cannot be built."""
+    sides: dict[str, Side] = {}
+    try:
+        for name, config in configs.items():
+            sides[name] = Side(config)
+        yield sides
+    finally:
+        for side in sides.values():
+            side.close()
+
+
+def in_turns(
+    sides: Mapping[str, Side], scenes: Sequence[Scene], on_run: Callable[[], Any] = lambda: None, virtual: bool = False
+) -> Runs:
+    """Each scene once through every side, in the opposite order from one scene to the next (A B B A).
+
+    Raises ConfigError if a model does not know a token of the scenes.
+    """
+    arrivals = [arrival for scene in scenes for arrival in scene.arrivals]
+    largest = max(max(arrival.prompt_token_ids) for arrival in arrivals)
+    first = arrivals[0]
+    warm = first._replace(prompt_token_ids=first.prompt_token_ids[::-1], max_tokens=min(4, first.max_tokens))
+    for side in sides.values():
+        if (size := side.engine.info["vocab_size"]) <= largest:
+            raise ConfigError(f"the model knows {size} tokens: choose --vocab {size}")
+        side.run([warm], virtual=True)
+    values: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    num_different = 0
+    for i, scene in enumerate(scenes):
+        tokens = {}
+        for name in list(sides) if i % 2 == 0 else list(sides)[::-1]:
+            found, tokens[name] = sides[name].run(scene.arrivals, virtual)
+            values[name].append(found)
+            on_run()
+        wanted = tokens[next(iter(sides))]
+        num_different += sum(a != b for got in tokens.values() for a, b in zip(wanted, got, strict=True))
+    return Runs(values, num_different, sum(arrival.num_sequences for arrival in arrivals))

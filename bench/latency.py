@@ -146,6 +146,11 @@ def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0, num: 
     return Ratio(*(float(np.exp(value)) for value in (logs.mean(), low, high)))
 
 
+def shown(ratio: Ratio | None) -> dict[str, float | None]:
+    """As JSON keeps it."""
+    return {key: round(value, 4) for key, value in ratio._asdict().items()} if ratio else {"ratio": None}
+
+
 def verdict(metric: str, ratio: Ratio | None, a: Sequence[float] = (), b: Sequence[float] = ()) -> str:
     """What B means for whoever switches from A: "better", "worse", or "" where the interval holds 1.
 

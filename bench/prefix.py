@@ -36,11 +36,10 @@ def host_seconds(prefix: str, num_requests: int, seed: int) -> float:
     for i in range(num_requests):
         scheduler.add(Request(str(i), params, [rng.randrange(49_000) for _ in range(NUM_PROMPT)], NUM_PROMPT))
     seconds = 0.0
-    while scheduler.requests:
+    while requests := scheduler.base.requests:
         start = time.perf_counter()
         plan = scheduler.schedule(0.0)
         seconds += time.perf_counter() - start
-        requests = scheduler.requests
         ready = [r for r, n in plan.num_tokens.items() if plan.start[r] + n == requests[r].num_tokens]
         out = StepOutput({req_id: [rng.randrange(49_000)] for req_id in ready})
         start = time.perf_counter()

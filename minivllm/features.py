@@ -363,6 +363,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(("executor", "naive"), (axis, option), f"transformers {why}")
         for axis, options, keeps, why in (
             ("prefix", PREFIX_INDEXES.names(), "none", "keeps a cache for each request: no request finds another's"),
+            ("kv_dtype", ("auto", "int8"), "auto", "keeps K and V in the model's dtype"),
             ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
             ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),

@@ -155,7 +155,7 @@ class Sampler:
 
 
 def argmax(logits: Tensor) -> np.ndarray:
-    """[S, V] -> [S] int64, the lowest id among equals. numpy's is 12 times as fast as torch's on a CPU."""
+    """[S, V] -> [S] int64, the lowest id among equals. numpy's is far faster than torch's on a CPU."""
     return logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1).cpu().numpy()
 
 

@@ -291,6 +291,11 @@ def test_a_pool_has_equal_memory_whatever_its_block_size():
     assert 0 <= sizes[1] - sizes[0] <= 31  # rounded up to blocks, and one more
 
 
+def test_a_core_in_another_process_is_refused():
+    with pytest.raises(ConfigError, match="engine.core=process"):
+        drive.Side(EngineConfig.build("v1", {"engine.core": "process"}))
+
+
 def test_the_feature_table_names_workloads_and_metrics_that_exist():
     for feature in FEATURES:
         assert feature.workload in ("", *ablate.WORKLOADS), feature.name

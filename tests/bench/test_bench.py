@@ -27,12 +27,15 @@ def run(script: str, *args: str) -> dict:
 
 def test_host_measures_each_phase_with_each_input_builder(tmp_path):
     out = tmp_path / "results.jsonl"
-    args = ("--num-reqs", "1", "3", "--num-steps", "2", "--out", str(out))
-    rows = run("host.py", *args)["results"]["step_ms"]
+    args = ("--num-reqs", "1", "3", "--num-steps", "2", "--repetitions", "2", "--out", str(out))
+    results = run("host.py", *args)["results"]
+    rows = results["step_ms"]
     assert [(row["num_reqs"], row["inputs"]) for row in rows] == [
         (n, inputs) for n in (1, 3) for inputs in ("rebuild", "persistent")
     ]
     assert all(row[phase]["median"] > 0 for row in rows for phase in ("schedule", "prepare", "update", "trace"))
+    ratios = [(row["num_reqs"], row["prepare"]) for row in results["ratios"]]
+    assert [n for n, _ in ratios] == [1, 3] and all(0 < r["low"] <= r["ratio"] <= r["high"] for _, r in ratios)
     run("host.py", *args)
     assert len(out.read_text().splitlines()) == 2  # results are appended
 

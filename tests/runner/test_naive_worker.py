@@ -75,6 +75,7 @@ def test_log_probabilities_are_near_those_of_the_engines_own_model():
     [
         {"kv.prefix": "hash"},
         {"kv.prefix": "radix"},
+        {"kv.dtype": "int8"},
         {"kv.preemption": "swap"},
         {"kv.preemption": "auto"},
         {"kv.fork": "share", "scheduler.kind": "phased"},
