@@ -26,8 +26,6 @@ from minivllm.sampling.processors import NEG_INF
 from minivllm.structured.base import Grammar, unpack
 from minivllm.structured.compiler import GrammarCompiler
 
-_LANES = np.arange(32, dtype=np.int32)
-
 
 @dataclass(slots=True)
 class _Row:
@@ -72,12 +70,16 @@ class GrammarMask:
         state.remaining -= 1
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+        return apply_masks(logits, *self.fill(rows))
+
+    def fill(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """-> which of `rows` [S] have a grammar [N] int64, and their masks [N, words] int32."""
         users = [(i, self.states[row]) for i, row in enumerate(rows.tolist()) if row in self.states]
         masks = np.empty((len(users), self.compiler.vocabulary.num_words), np.int32)
         for mask, (_, state) in zip(masks, users, strict=True):
             state.grammar.fill_mask(mask)
             self._end(mask, state)
-        return apply_masks(logits, np.array([i for i, _ in users], np.int64), masks)
+        return np.array([i for i, _ in users], np.int64), masks
 
     def _end(self, mask: np.ndarray, state: _Row) -> None:
         """What min_tokens and stop_token_ids change of a mask, in place."""
@@ -102,41 +104,50 @@ def apply_masks(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
 
     Most masks allow either nearly nothing (a comma) or nearly everything (inside a string). So only the rarer kind of
     token is looked at: a row with few allowed ones is cleared and gets those back, of the others the few forbidden
-    ones are cleared. Rows in between (rare) are written whole.
+    ones are cleared. Rows in between (rare) are written whole. logits must be contiguous.
     """
     if not len(rows):
         return logits
     vocab_size = logits.shape[1]
+    inside = np.full(masks.shape[1], -1, np.int32)  # the bits that are tokens
     if spare := 32 * masks.shape[1] - vocab_size:
-        masks[:, -1] &= np.int32((1 << (32 - spare)) - 1)
-    num_allowed = np.bitwise_count(masks.view(np.uint64) if masks.shape[1] % 2 == 0 else masks).sum(1, dtype=np.int64)
+        inside[-1] = (1 << (32 - spare)) - 1
+    num_allowed = np.bitwise_count(masks & inside).sum(1, dtype=np.int64)
     few = num_allowed * 8 <= vocab_size
     many = num_allowed * 8 >= 7 * vocab_size
+    on_cpu = logits.device.type == "cpu"  # where numpy's indexing is up to 100 times as fast as torch's
+    table = logits.numpy() if on_cpu else logits
+    flat = table.reshape(-1)  # a view: logits are contiguous
+
+    def index(ids: np.ndarray) -> np.ndarray | Tensor:
+        return ids if on_cpu else torch.from_numpy(ids).to(logits.device)
+
     if few.any():
-        index = _set_bits(rows[few], masks[few], vocab_size, logits.device)
-        kept = logits[index]
-        if few.sum() == logits.shape[0]:
-            logits.fill_(NEG_INF)
-        else:
-            logits[torch.from_numpy(rows[few]).to(logits.device)] = NEG_INF
-        logits[index] = kept
+        allowed = index(_set_bits(masks[few] & inside, rows[few] * vocab_size))
+        kept = flat[allowed]
+        table[index(rows[few])] = NEG_INF
+        flat[allowed] = kept
     if many.any():
-        logits[_set_bits(rows[many], ~masks[many], vocab_size, logits.device)] = NEG_INF
+        flat[index(_set_bits(~masks[many] & inside, rows[many] * vocab_size))] = NEG_INF
     between = ~(few | many)
     return apply_masks_slowly(logits, rows[between], masks[between]) if between.any() else logits
 
 
-def _set_bits(rows: np.ndarray, masks: np.ndarray, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """-> index tensors (rows [M], tokens [M]) of the bits that are set."""
+def _set_bits(masks: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """-> offsets[i] + t for every bit t that is set in masks[i]: int64, in no order.
+
+    Bit by bit of all words at once, the lowest first; few words have many.
+    """
     at, words = np.nonzero(masks)
-    bits = (masks[at, words][:, None] >> _LANES) & 1  # [nonzero words, 32]
-    word, lane = np.nonzero(bits)
-    tokens = words[word] * 32 + lane
-    inside = tokens < vocab_size
-    return (
-        torch.from_numpy(rows[at[word[inside]]]).to(device),
-        torch.from_numpy(tokens[inside]).to(device),
-    )
+    left = masks[at, words].view(np.uint32)
+    base = offsets[at] + 32 * words
+    found = []
+    while len(left):
+        rest = left & (left - np.uint32(1))  # without the lowest bit
+        found.append(base + np.bitwise_count((left ^ rest) - np.uint32(1)))
+        more = rest != 0
+        left, base = rest[more], base[more]
+    return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
 def make_grammar_mask(compiler: GrammarCompiler) -> Callable[[int, int], GrammarMask]:

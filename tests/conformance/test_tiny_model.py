@@ -37,9 +37,8 @@ def generate(overrides):
 
 @pytest.fixture(scope="module")
 def wanted():
-    return generate(
-        {"runner.attention": "reference", "runner.inputs": "rebuild", "kv.num_blocks": 500, "structured.backend": "dfa"}
-    )
+    oracles = {"runner.attention": "reference", "runner.inputs": "rebuild", "structured.backend": "dfa"}
+    return generate({**oracles, "kv.num_blocks": 500})
 
 
 @pytest.mark.parametrize("config", all_pairs(AXES), ids=label)
