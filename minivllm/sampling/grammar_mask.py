@@ -112,7 +112,9 @@ def apply_masks(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
     inside = np.full(masks.shape[1], -1, np.int32)  # the bits that are tokens
     if spare := 32 * masks.shape[1] - vocab_size:
         inside[-1] = (1 << (32 - spare)) - 1
-    num_allowed = np.bitwise_count(masks & inside).sum(1, dtype=np.int64)
+    num_allowed = np.bitwise_count((masks & inside).view(np.uint32)).sum(
+        1, dtype=np.int64
+    )  # of signed: of the magnitude
     few = num_allowed * 8 <= vocab_size
     many = num_allowed * 8 >= 7 * vocab_size
     on_cpu = logits.device.type == "cpu"  # where numpy's indexing is up to 100 times as fast as torch's
