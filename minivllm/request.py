@@ -153,6 +153,11 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         _number("length_penalty", self.length_penalty, low=-math.inf)
 
     @property
+    def n(self) -> int:
+        """How many outputs a request has, as in SamplingParams."""
+        return self.beam_width
+
+    @property
     def step(self) -> SamplingParams:
         """What a beam asks of each step: the likeliest token, and the log-probabilities of its rivals."""
         return SamplingParams(

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from minivllm.engine.output import CompletionOutput, Logprob, RequestOutput
 from minivllm.errors import BadRequest
 from minivllm.request import SamplingParams
+from minivllm.serve.beams import beam_search
 from minivllm.serve.generation import (
     Job,
     Prompt,
@@ -58,6 +59,8 @@ async def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
     params = for_tools(params, use, parser, service)
     prompt = await tokenize(service, render(body, use, service), add_special_tokens=False)
     check_context(service, [prompt], max_tokens, "messages", name)
+    if body.use_beam_search:
+        params = beam_search(body, max_tokens or service.engine.max_model_len - len(prompt.token_ids))
     job = Job(service, new_id("chatcmpl"), [prompt], params, body)
     return job, ChatShape(job.id, service, body, lambda: parser and ToolAnswer(parser(use.names), use.parallel))
 

@@ -10,6 +10,8 @@ from msgspec import UNSET, UnsetType
 
 from minivllm.engine.output import CompletionOutput, Logprob, RequestOutput
 from minivllm.errors import BadRequest
+from minivllm.request import BeamSearchParams, SamplingParams
+from minivllm.serve.beams import beam_search
 from minivllm.serve.generation import (
     Job,
     Prompt,
@@ -31,10 +33,12 @@ async def prepare(body: CompletionRequest, service: Service) -> tuple[Job, Compl
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens=0 asks for nothing; with echo=true it scores the prompt", "max_tokens")
-    params = body.sampling(max(1, max_tokens), body.logprobs)
-    if body.stream and params.selects:
+    params: SamplingParams | BeamSearchParams = body.sampling(max(1, max_tokens), body.logprobs)
+    if body.use_beam_search:
+        params = beam_search(body, max_tokens)
+    elif body.stream and params.selects:
         raise BadRequest("best_of above n does not go with stream=true: the best are known at the end", "best_of")
-    if body.echo and body.logprobs is not None:
+    elif body.echo and body.logprobs is not None:
         params = params.replace(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     prompts = [await as_prompt(item, service) for item in as_list(body.prompt)]
     check_context(service, prompts, max_tokens, "prompt", "max_tokens")

@@ -25,7 +25,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
 from minivllm.engine.output import CompletionOutput, RequestOutput
 from minivllm.errors import BadRequest
-from minivllm.request import SamplingParams
+from minivllm.request import BeamSearchParams, SamplingParams
 from minivllm.serve import errors
 from minivllm.serve.protocol import PromptLogprob, PromptLogprobs, Sampling, Usage
 from minivllm.serve.tools.parsers import ToolParser
@@ -54,7 +54,7 @@ class Job:
     service: Service
     id: str
     prompts: list[Prompt]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     body: Sampling
     score_only: bool = False  # the prompt's logprobs are wanted, no token of an answer
     usage: Usage = field(default_factory=Usage)

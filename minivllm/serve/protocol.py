@@ -115,10 +115,15 @@ class Sampling(RequestBody, kw_only=True):
     guided_grammar: Annotated[str | None, doc("vLLM's older name of structured_outputs.grammar.")] = None
     guided_decoding_backend: Annotated[Any, refused("the server chooses its backend: structured.backend")] = None
     guided_whitespace_pattern: Annotated[Any, refused("see structured_outputs.disable_any_whitespace")] = None
-    use_beam_search: Annotated[Any, refused("beam search", False)] = None
+    use_beam_search: Annotated[bool | None, doc("vLLM's: return the n likeliest texts. Not with stream.")] = None
+    length_penalty: Annotated[float | None, doc("Of use_beam_search: above 1 favours longer texts; null: 1.")] = None
+    early_stopping: Annotated[bool | None, doc("Of use_beam_search: stop once n texts have ended.")] = None
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Raises BadRequest, naming the field, for a value that SamplingParams does not admit."""
+        if not self.use_beam_search and (self.early_stopping or self.length_penalty not in (None, 1)):
+            name = "early_stopping" if self.early_stopping else "length_penalty"
+            raise BadRequest(f"{name} needs use_beam_search=true", name)
         names = set(SamplingParams.__struct_fields__) & set(self.__struct_fields__) - {"max_tokens", "logprobs"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured=structured_params(self), **given)
