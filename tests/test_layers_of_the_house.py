@@ -33,6 +33,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("loading",),
     ("sampling",),
+    ("lora",),
     ("runner",),
     ("executor",),
     ("engine",),
