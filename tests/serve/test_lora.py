@@ -12,6 +12,7 @@ from lora.adapters import write_adapter
 
 from minivllm import AsyncLLM
 from minivllm.engine.metrics import Metrics
+from minivllm.serve.command import lora_options, parser
 
 OPTIONS = {"model.dtype": "float32", "kv.num_blocks": 60, "kv.block_size": 8, "executor.num_threads": 1}
 OPTIONS |= {"lora.enabled": True, "lora.max_loras": 2, "lora.max_rank": 32, "lora.max_cpu_loras": 4}
@@ -176,3 +177,31 @@ def test_without_a_folder_loading_is_off(fake):
 def test_the_openapi_document_has_both(fake):
     document = json.loads(httpx.get(f"{fake.url}/openapi.json").content)
     assert {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"} <= set(document["paths"])
+
+
+def options(*argv):
+    args = parser("serve").parse_args(argv)
+    return lora_options(args, {"preset": "v1", "overrides": {"kv.num_blocks": 9}})["overrides"]
+
+
+def test_the_command_line_loads_adapters_and_names_folders(root):
+    assert options() == {"kv.num_blocks": 9}
+    lora = options("--lora", "a=x/y", "--lora", "b=z=1")
+    assert lora == {"kv.num_blocks": 9, "lora.enabled": True, "lora.adapters": {"a": "x/y", "b": "z=1"}}
+    assert options("--lora-dir", str(root))["lora.enabled"] is True
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--lora", "a"], "NAME=FOLDER"),
+        (["--lora", "=x"], "NAME=FOLDER"),
+        (["--lora", "a=x", "--lora", "a=y"], "name of another adapter"),
+        (["--lora", "smollm2-135m=x"], "or of the model"),
+        (["--lora-dir", "not/there"], "no such folder"),
+    ],
+)
+def test_wrong_flags_say_why(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        options(*argv)
+    assert message in capsys.readouterr().err
