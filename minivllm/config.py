@@ -33,6 +33,7 @@ class ModelConfig(Section):
 
 class KVConfig(Section):
     block_size: int = 16  # tokens a block
+    dtype: Literal["auto", "int8"] = "auto"  # auto: the model's
     num_blocks: int | None = None  # size of the pool; None: from memory
     memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
     memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
@@ -267,6 +268,7 @@ VLLM_NAMES: dict[str, str] = {
     "seed": "model.seed",
     "max_model_len": "model.max_model_len",
     "block_size": "kv.block_size",
+    "kv_cache_dtype": "kv.dtype",
     "num_gpu_blocks_override": "kv.num_blocks",
     "gpu_memory_utilization": "kv.memory_fraction",
     "kv_cache_memory_bytes": "kv.memory",

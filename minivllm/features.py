@@ -89,6 +89,7 @@ INPUT_BUILDERS: Registry = Registry(
 ATTENTION: Registry = Registry(
     "runner.attention",
     {
+        "cpu": "minivllm.attention.cpu:CPUAttention",
         "reference": "minivllm.attention.reference:ReferenceAttention",
         "sdpa": "minivllm.attention.sdpa:SDPAAttention",
     },
@@ -149,6 +150,16 @@ FEATURES: tuple[Feature, ...] = (
         chapter="06",
         workload="sharegpt",
         metric="kv_used",
+    ),
+    Feature(
+        "kv_dtype",
+        "kv.dtype",
+        ("auto", "int8"),
+        "auto",
+        "how K and V are kept: as the model computes them, or in 8 bits with a scale for each token and head",
+        chapter="06",
+        workload="memory_pressure",
+        metric="throughput",
     ),
     Feature(
         "prefix",
@@ -248,6 +259,10 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 CONFLICTS: tuple[Conflict, ...] = (
+    *(
+        Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read a KV cache in int8; cpu can")
+        for attention in ("reference", "sdpa")
+    ),
     Conflict(
         ("scheduler", "phased"),
         ("chunked_prefill", True),

@@ -44,7 +44,10 @@ STOREYS: tuple[tuple[str, ...], ...] = (
 STOREY = {name: number for number, names in enumerate(STOREYS) for name in names}
 
 # (importer, imported): why it may point up. Each is inside a function.
-UPWARDS = {("minivllm.trace", "minivllm.engine.build"): "replay without an executor builds the recorded engine"}
+UPWARDS = {
+    ("minivllm.trace", "minivllm.engine.build"): "replay without an executor builds the recorded engine",
+    ("minivllm.kernels.cpu.build", "minivllm.loading.cache"): "compiled kernels are kept where converted models are",
+}
 
 CONTROL_PLANE = (
     *("minivllm.config", "minivllm.features", "minivllm.request", "minivllm.plan", "minivllm.trace"),

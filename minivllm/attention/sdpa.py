@@ -40,6 +40,7 @@ class _Meta(NamedTuple):
 
 class SDPAAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    int8_kv: ClassVar[bool] = False
     block_axis: ClassVar[int] = 2
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):

@@ -77,13 +77,18 @@ class Worker:
         return loaded
 
     def _choose_attention(self, layers: list[AttentionSpec], registry: Registry) -> tuple[str, type[AttentionBackend]]:
-        backend_class, choice = choose_attention(self.config.runner.attention, self.device, layers, registry)
+        backend_class, choice = choose_attention(
+            self.config.runner.attention, self.device, layers, registry, self._kv_dtype()
+        )
         self._decide("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
 
     def _kv_spec(self, layers: list[AttentionSpec]) -> KVSpec:
         first = layers[0]
-        return KVSpec(len(layers), first.num_kv_heads, first.head_size, self.config.kv.block_size, self.dtype)
+        return KVSpec(len(layers), first.num_kv_heads, first.head_size, self.config.kv.block_size, self._kv_dtype())
+
+    def _kv_dtype(self) -> torch.dtype:
+        return self.dtype if self.config.kv.dtype == "auto" else getattr(torch, self.config.kv.dtype)
 
     def _size(self, spec: KVSpec, model_limit: int) -> Sizes:
         """The pools and the longest request that they allow."""
@@ -99,12 +104,17 @@ class Worker:
     def _build_runner(
         self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, forwards: Registry, inputs: Registry
     ) -> ModelRunner:
-        config, model, max_rows = self.config, loaded.model, self.config.scheduler.max_num_seqs
+        config, model, max_rows, kv_dtype = (
+            self.config,
+            loaded.model,
+            self.config.scheduler.max_num_seqs,
+            self._kv_dtype(),
+        )
         layers = model.attention_layers
         # One spare block takes the K and V of padding tokens.
-        device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), self.dtype, self.device) for _ in layers]
+        device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), kv_dtype, self.device) for _ in layers]
         host_shape = backend.kv_shape(sizes.num_host_blocks)
-        host_caches = [zeros(host_shape, self.dtype, torch.device("cpu")) for _ in layers]
+        host_caches = [zeros(host_shape, kv_dtype, torch.device("cpu")) for _ in layers]
         input_sizes = InputSizes(max_rows, sizes.max_model_len, config.kv.block_size, sizes.num_blocks)
         return ModelRunner(
             model=model,

@@ -1,5 +1,6 @@
 """Every pair of data-plane options on a tiny random model: equal greedy and equal sampled tokens."""
 
+import functools
 import random
 
 import pytest
@@ -7,6 +8,7 @@ from conformance.cover import all_pairs, label
 
 from minivllm import LLM, SamplingParams
 from minivllm.features import FEATURES
+from minivllm.kernels.cpu import build
 
 AXES = list(FEATURES)
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
@@ -28,17 +30,29 @@ def generate(overrides):
 
 
 @pytest.fixture(scope="module")
-def wanted():
-    return generate({"runner.attention": "reference", "runner.inputs": "rebuild", "kv.num_blocks": 500})
+def wanted_of():
+    """The tokens of a KV dtype: 8 bits change them, and then every other option must agree on the change."""
+    plain = {"runner.inputs": "rebuild", "kv.num_blocks": 500}
+    of_dtype = {"auto": {"runner.attention": "reference"}, "int8": {"runner.attention": "cpu", "kv.dtype": "int8"}}
+    return functools.cache(lambda kv_dtype: generate({**plain, **of_dtype[kv_dtype]}))
+
+
+def skip_without_compiler(config):
+    if (config.get("runner.attention") == "cpu" or config.get("kv.dtype") == "int8") and build.obstacle():
+        pytest.skip(build.obstacle())
 
 
 @pytest.mark.parametrize("config", all_pairs(AXES), ids=label)
-def test_every_pair_of_options_gives_the_same_tokens(config, wanted):
-    assert generate(config) == wanted
+def test_every_pair_of_options_gives_the_same_tokens(config, wanted_of):
+    skip_without_compiler(config)
+    assert generate(config) == wanted_of(config["kv.dtype"])
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
-@pytest.mark.parametrize("attention", ["reference", "sdpa"])
-def test_every_chunk_size_gives_the_same_tokens(budget, attention, wanted):
-    got = generate({"scheduler.max_num_batched_tokens": budget, "runner.attention": attention})
-    assert got == wanted
+@pytest.mark.parametrize(
+    "attention, kv_dtype", [("reference", "auto"), ("sdpa", "auto"), ("cpu", "auto"), ("cpu", "int8")]
+)
+def test_every_chunk_size_gives_the_same_tokens(budget, attention, kv_dtype, wanted_of):
+    config = {"scheduler.max_num_batched_tokens": budget, "runner.attention": attention, "kv.dtype": kv_dtype}
+    skip_without_compiler(config)
+    assert generate(config) == wanted_of(kv_dtype)
