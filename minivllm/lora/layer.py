@@ -1,20 +1,25 @@
 """What LoRA adds to a linear layer: y += scale * B A x for each token, with the matrices of its request's adapter.
 
 `LoRAMethod` decorates whatever method a layer has, so the base weight may be packed or quantised. Which tokens belong
-to which adapter is decided once a step (`TokenGroups`, filled by lora/slots.py), for all layers alike: the tokens of
-one adapter are multiplied together (Punica's SGMV, Chen et al. 2023), tokens without an adapter are not touched.
+to which adapter is decided once a step (`TokenGroups`, set by lora/slots.py), for all layers alike: the tokens of one
+adapter are multiplied together (Punica's SGMV, Chen et al. 2023), tokens without an adapter are not touched.
+
+Two ways to multiply. `TorchProducts` runs everywhere: two small products a group and part. For a decode step's few
+tokens these calls cost more than their arithmetic, so on a CPU `KernelProducts` hands all small groups of a layer to
+one call of a C++ kernel (kernels/cpu/lora.cpp) and only large ones, such as a prompt, to torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from minivllm.layers.linear import QuantMethod
+from minivllm.kernels.cpu import lora as cpu_kernel
+from minivllm.layers.linear import Linear, QuantMethod
 
 
 class Part(NamedTuple):
@@ -37,16 +42,6 @@ class Group(NamedTuple):
 
     slot: int
     tokens: slice | Tensor  # token rows: a slice if they are neighbours, else indices [n] int64
-
-
-@dataclass(slots=True)
-class TokenGroups:
-    """This step's groups; none if nobody in it uses an adapter. One object, shared by every layer."""
-
-    groups: Sequence[Group] = field(default_factory=tuple)
-
-
-Multiply = Callable[[Tensor, Tensor, Sequence[Group], Sequence[Delta | None]], None]
 
 
 def add_deltas(y: Tensor, x: Tensor, groups: Sequence[Group], deltas: Sequence[Delta | None]) -> None:
@@ -72,14 +67,93 @@ def add_deltas_naive(y: Tensor, x: Tensor, groups: Sequence[Group], deltas: Sequ
                 y[t, rows] = (y[t, rows].float() + change).to(y.dtype)
 
 
-class LoRAMethod:
-    """A QuantMethod around the one that a layer has. `deltas` has a place for each slot; lora/slots.py fills them."""
+class TokenGroups:
+    """This step's groups; none if nobody in it uses an adapter. One object, shared by every layer."""
 
-    def __init__(self, inner: QuantMethod, groups: TokenGroups, num_slots: int, multiply: Multiply = add_deltas):
-        self.inner = inner
-        self.step = groups
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.groups: Sequence[Group] = ()
+
+    def set(self, found: Sequence[tuple[int, np.ndarray]]) -> None:
+        """found: (slot, its token rows in order)."""
+        self.groups = [Group(slot, self._rows(tokens)) for slot, tokens in found]
+
+    def _rows(self, tokens: np.ndarray) -> slice | Tensor:
+        first, last = int(tokens[0]), int(tokens[-1])
+        if last - first + 1 == len(tokens):
+            return slice(first, last + 1)
+        return torch.from_numpy(tokens).to(self.device)
+
+
+class TorchProducts:
+    """One layer's deltas by slot."""
+
+    Step = TokenGroups
+
+    def __init__(self, step: TokenGroups, num_slots: int, layer: Linear):
+        self.step = step
         self.deltas: list[Delta | None] = [None] * num_slots
-        self.multiply = multiply
+
+    def fill(self, slot: int, delta: Delta | None) -> None:
+        self.deltas[slot] = delta
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """y [T, n_out] += what this step's adapters add for x [T, n_in]."""
+        if self.step.groups:
+            add_deltas(y, x, self.step.groups, self.deltas)
+
+
+class KernelGroups(TokenGroups):
+    """Groups of at most MAX_TOKENS are the kernel's, the others remain in `groups`."""
+
+    MAX_TOKENS = 64
+
+    tasks: cpu_kernel.Tasks | None = None
+
+    def set(self, found: Sequence[tuple[int, np.ndarray]]) -> None:
+        small = [group for group in found if len(group[1]) <= self.MAX_TOKENS]
+        self.tasks = cpu_kernel.Tasks(small) if small else None
+        super().set([group for group in found if len(group[1]) > self.MAX_TOKENS])
+
+
+class KernelProducts(TorchProducts):
+    Step = KernelGroups
+
+    def __init__(self, step: KernelGroups, num_slots: int, layer: Linear):
+        super().__init__(step, num_slots, layer)
+        self.table = cpu_kernel.SlotTable(num_slots, layer.n_in, max(rows.stop for rows in layer.rows.values()))
+
+    def fill(self, slot: int, delta: Delta | None) -> None:
+        super().fill(slot, delta)
+        self.table.clear(slot) if delta is None else self.table.fill(slot, *delta)
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        if self.step.tasks is not None:
+            self.table.add(y, x, self.step.tasks)
+        super().add(y, x)
+
+
+class ProductsChoice(NamedTuple):
+    kind: type[TorchProducts]
+    reason: str
+
+
+def choose_products(device: torch.device, dtype: torch.dtype) -> ProductsChoice:
+    if device.type != "cpu":
+        return ProductsChoice(TorchProducts, f"two products a group: no kernel for {device.type} yet")
+    if dtype not in cpu_kernel.DTYPES:
+        return ProductsChoice(TorchProducts, f"two products a group: the kernel does not take {dtype}")
+    if (obstacle := cpu_kernel.obstacle()) is not None:
+        return ProductsChoice(TorchProducts, f"two products a group: {obstacle}")
+    return ProductsChoice(KernelProducts, "one C++ call a layer for all adapters of a decode step")
+
+
+class LoRAMethod:
+    """A QuantMethod around the one that a layer has."""
+
+    def __init__(self, inner: QuantMethod, products: TorchProducts):
+        self.inner = inner
+        self.products = products
 
     def create(self, layer: nn.Module, n_in: int, n_out: int, dtype: torch.dtype) -> None:
         self.inner.create(layer, n_in, n_out, dtype)
@@ -89,6 +163,5 @@ class LoRAMethod:
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         y = self.inner.apply(layer, x)
-        if self.step.groups:
-            self.multiply(y, x, self.step.groups, self.deltas)
+        self.products.add(y, x)
         return y

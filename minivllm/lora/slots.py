@@ -18,7 +18,7 @@ from torch import nn
 
 from minivllm.errors import AdapterError
 from minivllm.layers.linear import Linear
-from minivllm.lora.layer import Delta, Group, LoRAMethod, Part, TokenGroups
+from minivllm.lora.layer import Delta, LoRAMethod, Part, TorchProducts, choose_products
 from minivllm.lora.peft import Matrices, Target, read_adapter
 
 NO_ADAPTER = 0  # the number of "" in AdapterSlots._number_of
@@ -54,12 +54,14 @@ class AdapterSlots:
         modules = {ours: model.get_submodule(ours) for ours, _ in self._places.values()}
         self._targets = {theirs: _target(modules[ours], part) for theirs, (ours, part) in self._places.items()}
         self._rows_of = {ours: module.rows for ours, module in modules.items()}
-        self._step = TokenGroups()
-        self._methods: dict[str, LoRAMethod] = {}
-        for name, module in modules.items():
-            module.method = self._methods[name] = LoRAMethod(module.method, self._step, num_slots)
         self._max_rank, self._dtype = max_rank, dtype
         self._device = next(model.parameters()).device
+        kind, self.reason = choose_products(self._device, dtype)
+        self._step = kind.Step(self._device)
+        self._products: dict[str, TorchProducts] = {}
+        for name, module in modules.items():
+            self._products[name] = kind(self._step, num_slots, module)
+            module.method = LoRAMethod(module.method, self._products[name])
         self._loaded: dict[str, _Loaded] = {}
         self._key_of: dict[int, str] = {}
         self._num_loads = 0
@@ -114,18 +116,8 @@ class AdapterSlots:
         numbers = self._number_in[rows]  # [R]
         used = np.unique(numbers[numbers != NO_ADAPTER]).tolist()
         self._make_resident(used)
-        if not used:
-            self._step.groups = ()
-            return
         of_token = np.repeat(numbers, np.diff(query_start))  # [T]
-        self._step.groups = [Group(self._slot_of[n], self._where(of_token == n)) for n in used]
-
-    def _where(self, mine: np.ndarray) -> slice | torch.Tensor:
-        tokens = np.flatnonzero(mine)
-        first, last = int(tokens[0]), int(tokens[-1])
-        if last - first + 1 == len(tokens):
-            return slice(first, last + 1)
-        return torch.from_numpy(tokens).to(self._device)
+        self._step.set([(self._slot_of[n], np.flatnonzero(of_token == n)) for n in used])
 
     def _make_resident(self, used: list[int]) -> None:
         for number in used:  # those that are here become the most recently used, before anybody is evicted
@@ -144,9 +136,9 @@ class AdapterSlots:
         return self._slot_of.pop(oldest)
 
     def _fill(self, slot: int, deltas: dict[str, Delta]) -> None:
-        for name, method in self._methods.items():
+        for name, products in self._products.items():
             delta = deltas.get(name)
-            method.deltas[slot] = delta and self._to_device(delta)
+            products.fill(slot, delta and self._to_device(delta))
 
     def _to_device(self, delta: Delta) -> Delta:
         parts = tuple(part._replace(b=part.b.to(self._device)) for part in delta.parts)

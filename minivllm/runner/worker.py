@@ -133,7 +133,9 @@ class Worker:
         lora = self.config.lora
         if not lora.enabled:
             return NoAdapters()
-        return AdapterSlots(model, lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs, self.dtype)
+        slots = AdapterSlots(model, lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs, self.dtype)
+        self._decide("lora.enabled", lora.max_loras, slots.reason)
+        return slots
 
     def _collect(
         self, loaded: LoadedModel, attention: str, spec: KVSpec, sizes: Sizes, load_seconds: float
