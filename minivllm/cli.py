@@ -41,6 +41,9 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "spec_decode.suffix_tokens": "tokens of earlier outputs that the suffix method remembers",
     "executor.num_threads": "threads of the CPU backend; by default the cores that this process may use",
     "debug.check": "assert every invariant after each step",
+    "lora.max_loras": "different LoRA adapters in a step at most",
+    "lora.max_rank": "the highest rank of a LoRA adapter",
+    "lora.max_cpu_loras": "LoRA adapters in host memory at most",
     "scheduler.max_num_seqs": "requests in a step at most",
     "scheduler.max_num_batched_tokens": "tokens in a step at most",
 }

@@ -84,6 +84,14 @@ class StructuredConfig(Section):
     backend: str = "auto"  # of structured output; auto: the first that is installed and can hold the request's form
 
 
+class LoRAConfig(Section):
+    enabled: bool = False
+    max_loras: int = 8  # slots: different adapters in a step at most
+    max_rank: int = 64  # of an adapter
+    max_cpu_loras: int = 32  # adapters in host memory
+    adapters: dict[str, str] = {}  # name -> folder, loaded at start
+
+
 class DebugConfig(Section):
     preempt_every: int = 0
     evict_all: bool = False
@@ -101,6 +109,7 @@ class EngineConfig(Section):
     executor: ExecutorConfig = ExecutorConfig()
     engine: EngineSection = EngineSection()
     structured: StructuredConfig = StructuredConfig()
+    lora: LoRAConfig = LoRAConfig()
     debug: DebugConfig = DebugConfig()
 
     @classmethod
@@ -260,6 +269,9 @@ def check_options(config: EngineConfig) -> None:
         ("spec_decode.k", 1, 64),
         ("spec_decode.ngram_min", 1, config.spec_decode.ngram_max),
         ("spec_decode.suffix_tokens", 0, None),
+        ("lora.max_loras", 1, None),
+        ("lora.max_rank", 1, 256),
+        ("lora.max_cpu_loras", 1, None),
         ("debug.preempt_every", 0, None),
     ):
         value = config.get(field_)
@@ -267,6 +279,11 @@ def check_options(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{field_} must be at least {low:g}{f' and at most {high:g}' if high else ''}, got {value}"
             )
+    lora = config.lora
+    if lora.max_cpu_loras < len(lora.adapters):
+        raise ConfigError(f"lora.adapters names {len(lora.adapters)}, lora.max_cpu_loras admits {lora.max_cpu_loras}")
+    if lora.adapters and not lora.enabled:
+        raise ConfigError("lora.adapters needs lora.enabled=true")
     chosen = {feature.name: config.get(feature.field) for feature in FEATURES}
     for conflict in CONFLICTS:
         (a, x), (b, y) = conflict.first, conflict.second
@@ -296,6 +313,10 @@ VLLM_NAMES: dict[str, str] = {
     "attention_backend": "runner.attention",
     "guided_decoding_backend": "structured.backend",
     "speculative_config": "spec_decode.method",
+    "enable_lora": "lora.enabled",
+    "max_loras": "lora.max_loras",
+    "max_lora_rank": "lora.max_rank",
+    "max_cpu_loras": "lora.max_cpu_loras",
 }
 
 # Keys of vLLM's speculative_config -> our field.

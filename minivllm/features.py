@@ -309,6 +309,15 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "lora",
+        "lora.enabled",
+        (False, True),
+        False,
+        "LoRA adapters, several in one batch, loaded and unloaded at run time (PEFT's format)",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
         "structured",
         "structured.backend",
         ("auto", *GRAMMARS.names()),
@@ -368,6 +377,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
             ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
             ("forward", FORWARDS.names(), "eager", "runs its model eagerly"),
+            ("lora", (False, True), False, "has its own layers, without adapters"),
             ("spec_decode", PROPOSERS.names(), "none", "is the baseline: its cache takes back no rejected draft"),
         )
         for option in options

@@ -96,6 +96,7 @@ class Linear(nn.Module):
         self, n_in: int, parts: Mapping[str, int], *, bias: bool = False, dtype: torch.dtype, method: QuantMethod
     ):
         super().__init__()
+        self.n_in = n_in
         self.rows = row_ranges(parts)
         n_out = sum(parts.values())
         self.method = method

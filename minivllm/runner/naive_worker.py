@@ -18,6 +18,7 @@ from torch import Tensor
 from minivllm.attention.base import AttentionBackend, AttentionSpec
 from minivllm.loading import LoadedModel, resolve
 from minivllm.loading.sources import DUMMY_PREFIX, ModelFiles
+from minivllm.lora.slots import NoAdapters
 from minivllm.models import MODELS
 from minivllm.models.spec import ModelSpec
 from minivllm.plan import StepOutput, StepPlan
@@ -58,6 +59,7 @@ class NaiveWorker(Worker):
             sampler=sampler,
             verifier=Verifier(sampler, match),
             proposer=NoProposer(),
+            adapters=NoAdapters(),
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=NoBlockMoves(),
         )
