@@ -63,7 +63,7 @@ def measure(num_reqs: int, inputs: str, num_steps: int, prefix: str) -> dict[str
     num_blocks = num_reqs * -(-max_len // BLOCK_SIZE)
     config = EngineConfig.build(overrides={"kv.block_size": BLOCK_SIZE, "kv.prefix": prefix, "runner.inputs": inputs})
     limits = Limits(num_reqs, num_reqs * PROMPT, max_len, num_blocks * BLOCK_SIZE)  # one step of prefill
-    scheduler = build_scheduler(config, build_kv(config, num_blocks, max_len), limits)
+    scheduler = build_scheduler(config, build_kv(config, num_blocks, max_len), limits).base
     model = FakeModel(InputSizes(num_reqs, max_len, BLOCK_SIZE, num_blocks), inputs)
     recorder = TraceRecorder(os.devnull)
     params = SamplingParams(temperature=0.0, max_tokens=max_len - PROMPT, ignore_eos=True)

@@ -30,7 +30,7 @@ def host_seconds(prefix: str, num_requests: int, seed: int) -> float:
     """schedule + update for all requests, prompt and output."""
     config = EngineConfig.build("v1", {"kv.prefix": prefix, "scheduler.max_num_seqs": 256})
     kv = build_kv(config, 4000, 2048)
-    scheduler = build_scheduler(config, kv, Limits(256, 2048, 2048, kv.capacity))
+    scheduler = build_scheduler(config, kv, Limits(256, 2048, 2048, kv.capacity)).base
     rng = random.Random(seed)
     params = SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True)
     for i in range(num_requests):

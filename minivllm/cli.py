@@ -34,6 +34,11 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "kv.memory": "size of the KV pool, in bytes or with a unit: 2GiB",
     "kv.swap_memory": "host memory for the KV of preempted requests, if kv.preemption can swap",
     "kv.hash_seed": "fixes the key of the prefix hash; by default it is random",
+    "speculative_config": 'JSON: {"method": "ngram", "num_speculative_tokens": 6}, or another method',
+    "spec_decode.k": "tokens guessed at a time, at most",
+    "spec_decode.ngram_min": "shortest run of tokens that the ngram method looks up",
+    "spec_decode.ngram_max": "longest run of tokens that the ngram method looks up",
+    "spec_decode.suffix_tokens": "tokens of earlier outputs that the suffix method remembers",
     "executor.num_threads": "threads of the CPU backend; by default the cores that this process may use",
     "debug.check": "assert every invariant after each step",
     "scheduler.max_num_seqs": "requests in a step at most",
@@ -118,13 +123,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     defaults, features = EngineConfig(), {feature.field: feature for feature in FEATURES}
     for name, dotted in VLLM_NAMES.items():
         default, feature = defaults.get(dotted), features.get(dotted)
-        what = FIELD_HELP.get(dotted) or feature.what
+        what = FIELD_HELP.get(name) or FIELD_HELP.get(dotted) or feature.what
         flag = f"--{name.replace('_', '-')}"
         if isinstance(default, bool) or name == "enable_prefix_caching":
             action, shown = argparse.BooleanOptionalAction, "on" if default not in (False, "none") else "off"
             group.add_argument(flag, action=action, default=None, help=f"{what} ({shown})")
         else:
-            choices = f" [{' | '.join(map(str, feature.options))}]" if feature else ""
+            choices = f" [{' | '.join(map(str, feature.options))}]" if feature and name not in FIELD_HELP else ""
             shown = "automatic" if default is None else default
             metavar = name.rpartition("_")[2].upper()
             group.add_argument(flag, default=None, metavar=metavar, help=f"{what}{choices} ({shown})")

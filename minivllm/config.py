@@ -61,6 +61,16 @@ class RunnerConfig(Section):
     forward: str = "eager"
 
 
+class SpecDecodeConfig(Section):
+    method: str = "none"
+    k: int = 6  # tokens guessed at a time, at most
+    acceptance: str = "match"
+    adaptive: bool = True
+    ngram_min: int = 2  # shortest run of tokens that is looked up
+    ngram_max: int = 4
+    suffix_tokens: int = 32768  # of earlier outputs that the suffix method remembers; 0: none
+
+
 class ExecutorConfig(Section):
     kind: str = "uni"
     num_threads: int | None = None  # of the CPU backend; None: the cores that this process may use
@@ -87,6 +97,7 @@ class EngineConfig(Section):
     kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
+    spec_decode: SpecDecodeConfig = SpecDecodeConfig()
     executor: ExecutorConfig = ExecutorConfig()
     engine: EngineSection = EngineSection()
     structured: StructuredConfig = StructuredConfig()
@@ -246,6 +257,9 @@ def check_options(config: EngineConfig) -> None:
         ("scheduler.max_num_batched_tokens", 1, None),
         ("model.max_model_len", 2, None),
         ("executor.num_threads", 1, None),
+        ("spec_decode.k", 1, 64),
+        ("spec_decode.ngram_min", 1, config.spec_decode.ngram_max),
+        ("spec_decode.suffix_tokens", 0, None),
         ("debug.preempt_every", 0, None),
     ):
         value = config.get(field_)
@@ -281,7 +295,31 @@ VLLM_NAMES: dict[str, str] = {
     "scheduling_policy": "scheduler.policy",
     "attention_backend": "runner.attention",
     "guided_decoding_backend": "structured.backend",
+    "speculative_config": "spec_decode.method",
 }
+
+# Keys of vLLM's speculative_config -> our field.
+VLLM_SPECULATIVE: dict[str, str] = {
+    "method": "spec_decode.method",
+    "num_speculative_tokens": "spec_decode.k",
+    "prompt_lookup_min": "spec_decode.ngram_min",
+    "prompt_lookup_max": "spec_decode.ngram_max",
+}
+
+
+def _from_speculative_config(given: Any) -> dict[str, Any]:
+    """Overrides from vLLM's dictionary, or from its JSON text (a flag's value)."""
+    try:
+        found = msgspec.json.decode(given) if isinstance(given, str) else given
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"speculative_config is no JSON ({e}): {given}") from None
+    if not isinstance(found, Mapping):
+        raise ConfigError(f'speculative_config must be an object such as {{"method": "ngram"}}, got {given!r}')
+    for name in found:
+        if name not in VLLM_SPECULATIVE:
+            hint = did_you_mean(name, list(VLLM_SPECULATIVE))
+            raise ConfigError(f'speculative_config: no key "{name}".{hint} Keys: {", ".join(VLLM_SPECULATIVE)}')
+    return {VLLM_SPECULATIVE[name]: value for name, value in found.items()}
 
 
 def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,6 +331,9 @@ def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f'no keyword "{name}".{hint} Every option can be set by overrides={{"section.field": value}}'
             )
+        if name == "speculative_config":
+            overrides |= _from_speculative_config(value)
+            continue
         if name == "enable_prefix_caching":
             value = "hash" if value else "none"
         if name == "kv_cache_memory_bytes":

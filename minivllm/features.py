@@ -95,6 +95,18 @@ ATTENTION: Registry = Registry(
     },
 )
 FORWARDS: Registry = Registry("runner.forward", {"eager": "minivllm.runner.forward:EagerForward"})
+PROPOSERS: Registry = Registry(
+    "spec_decode.method",
+    {
+        "none": "minivllm.spec_decode.make:none",
+        "ngram": "minivllm.spec_decode.make:ngram",
+        "suffix": "minivllm.spec_decode.make:suffix",
+    },
+)
+ACCEPTANCES: Registry = Registry(
+    "spec_decode.acceptance",
+    {"match": "minivllm.spec_decode.make:match", "rejection": "minivllm.spec_decode.make:rejection"},
+)
 EXECUTORS: Registry = Registry(
     "executor.kind",
     {"uni": "minivllm.executor.uni:UniExecutor", "naive": "minivllm.executor.naive:NaiveExecutor"},
@@ -245,6 +257,38 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "spec_decode",
+        "spec_decode.method",
+        PROPOSERS.names(),
+        "none",
+        "who guesses the next tokens, so that one forward can check several: nobody, or a look-up of what followed the "
+        "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency)",
+        chapter="18",
+        workload="fixed",
+        metric="tpot_p50",
+    ),
+    Feature(
+        "acceptance",
+        "spec_decode.acceptance",
+        ACCEPTANCES.names(),
+        "match",
+        "which guesses become output: those that the request's own draw gives (the same tokens as without), or by "
+        "rejection sampling (other tokens, the same distribution)",
+        chapter="18",
+        workload="fixed",
+        metric="tpot_p50",
+    ),
+    Feature(
+        "adaptive",
+        "spec_decode.adaptive",
+        (True, False),
+        True,
+        "guess less, down to nothing, where a forward over more tokens takes longer than the guesses save",
+        chapter="18",
+        workload="fixed",
+        metric="tpot_p50",
+    ),
+    Feature(
         "executor",
         "executor.kind",
         EXECUTORS.names(),
@@ -324,6 +368,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
             ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
             ("forward", FORWARDS.names(), "eager", "runs its model eagerly"),
+            ("spec_decode", PROPOSERS.names(), "none", "is the baseline: its cache takes back no rejected draft"),
         )
         for option in options
         if option != keeps

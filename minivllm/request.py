@@ -32,6 +32,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `seed`: the same seed, prompt and model give the same tokens whatever else is in the batch. None draws one from the
     engine's own generator (`EngineConfig.model.seed`).
 
+    `best_of`: generate so many, return the n with the highest cumulative log-probability, best first (vLLM V0's). They
+    come once, at the end, since which ones they are is not known before.
+
     `structured`: what the output must look like (structured/params.py). How it meets min_tokens, ignore_eos and
     stop_token_ids: sampling/grammar_mask.py.
 
@@ -39,6 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -77,6 +81,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check(self) -> None:
         _number("n", self.n, low=1, high=128, integer=True)
+        if self.best_of is not None:
+            _number("best_of", self.best_of, low=self.n, high=128, integer=True)
         _number("temperature", self.temperature, low=0.0)
         _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
         _number("top_k", self.top_k, low=-1, high=2**31 - 1, integer=True)
@@ -110,6 +116,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise BadRequest(f"structured must be StructuredParams(...), got {self.structured!r}", "structured")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise BadRequest("allowed_token_ids must not be empty", "allowed_token_ids")
+
+    @property
+    def num_sequences(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def selects(self) -> bool:
+        """Whether more is generated than returned."""
+        return self.num_sequences > self.n
 
     @property
     def greedy(self) -> bool:
@@ -202,6 +217,7 @@ class Request:
     num_cached_tokens: int = 0  # of these, how many the prefix cache gave at the first admission
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose log-probabilities have been reported
+    drafts: list[int] = field(default_factory=list)  # guesses of what follows token_ids; never part of them
     order: tuple = ()  # service order, unique; the scheduler's policy sets it once
     block_keys: list = field(default_factory=list)  # of each full block; the prefix index fills it
 

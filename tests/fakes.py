@@ -7,6 +7,7 @@ FakeWorker is a model whose next token is a hash of all tokens before it, read b
 from __future__ import annotations
 
 import hashlib
+import random
 
 import numpy as np
 
@@ -66,8 +67,9 @@ def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9
 
 
 class FakeWorker:
-    def __init__(self, sizes: InputSizes, inputs: str = "persistent", padding: int = 2):
+    def __init__(self, sizes: InputSizes, inputs: str = "persistent", padding: int = 2, num_drafts: int = 0):
         self.sizes = sizes
+        self.num_drafts = num_drafts  # proposed after each token; some right, some wrong, some none
         self.inputs = INPUT_BUILDERS.get(inputs)(sizes)
         self.rows = Rows(sizes.max_rows)
         self.reports: set[str] = set()  # who asked for log-probabilities
@@ -91,17 +93,37 @@ class FakeWorker:
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens + self.padding))
         assert len(np.unique(batch.slot_mapping[: batch.num_tokens])) == batch.num_tokens, "two tokens share a slot"
         self.kv[:, batch.slot_mapping] = batch.token_ids, batch.positions
-        contexts = [self._context(batch, r) for r in batch.sample_requests.tolist()]
-        tokens = [next_token(*context) for context in contexts]
-        for r, at in zip(batch.sample_requests.tolist(), batch.sample_tokens.tolist(), strict=True):
-            assert at == batch.query_start[r + 1] - 1
-        self.inputs.append(batch, np.array(tokens, np.int64))
-        ids = [batch.req_ids[r] for r in batch.sample_requests.tolist()]
-        out = StepOutput({req_id: [token] for req_id, token in zip(ids, tokens, strict=True)})
-        for req_id, context in zip(ids, contexts, strict=True):
-            if req_id in self.reports:
-                out.logprobs[req_id] = [likeliest(*context)]
+        out = StepOutput()
+        requests, accepts = [], True
+        samples = zip(
+            batch.sample_requests.tolist(), batch.sample_tokens.tolist(), batch.draft_tokens.tolist(), strict=True
+        )
+        for r, at, draft in samples:
+            num_behind = int(batch.query_start[r + 1]) - 1 - at
+            assert (draft < 0) == (num_behind == 0) and num_behind <= len(plan.drafts.get(batch.req_ids[r], ()))
+            if requests and requests[-1] == r and not accepts:
+                continue  # behind a draft that was refused
+            prefix, positions = self._prefix(batch, r, int(batch.positions[at]) + 1)
+            token = next_token(prefix, positions)
+            accepts = token == draft
+            requests.append(r)
+            out.tokens.setdefault(batch.req_ids[r], []).append(token)
+            if batch.req_ids[r] in self.reports:
+                out.logprobs.setdefault(batch.req_ids[r], []).append(likeliest(prefix, positions))
+            if not accepts and self.num_drafts:
+                out.drafts[batch.req_ids[r]] = self._propose([*prefix, token])
+        tokens = [token for r in dict.fromkeys(requests) for token in out.tokens[batch.req_ids[r]]]
+        self.inputs.append(batch, np.array(requests, np.int64), np.array(tokens, np.int64))
         return out
+
+    def _propose(self, tokens: list[int]) -> list[int]:
+        """The model's own next tokens, from a place on wrong; also longer than anybody can use."""
+        chosen = random.Random(hash(tuple(tokens)))
+        drafts: list[int] = []
+        for _ in range(chosen.randrange(self.num_drafts + 1)):
+            right = next_token(tokens + drafts)
+            drafts.append(right if chosen.random() < 0.7 else chosen.randrange(VOCAB))
+        return drafts
 
     def _move(self, source: np.ndarray, target: np.ndarray, moves: list[tuple[int, int]]) -> None:
         size = self.sizes.block_size
@@ -109,10 +131,10 @@ class FakeWorker:
         for (_, b), block in zip(moves, content, strict=True):
             target[:, b * size : (b + 1) * size] = block
 
-    def _context(self, batch, r: int) -> tuple[list[int], list[int]]:
-        """The tokens and positions that request r's newest token attends to, as its block table says."""
+    def _prefix(self, batch, r: int, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Token ids and positions of a request as the cache has them."""
         block_size = self.sizes.block_size
-        at = np.arange(batch.seq_lens[r])
+        at = np.arange(num_tokens)
         slots = batch.block_tables[r, at // block_size].astype(np.int64) * block_size + at % block_size
         tokens, positions = self.kv[:, slots]
         return tokens.tolist(), positions.tolist()
@@ -131,10 +153,13 @@ class FakeEngine:
         limits = Limits(
             config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, self.kv.capacity
         )
-        scheduler = build_scheduler(config, self.kv, limits)
+        # The fake needs no lookahead; n-gram gets one to have it tested.
+        lookahead = config.spec_decode.k if config.spec_decode.method == "ngram" else 0
+        scheduler = build_scheduler(config, self.kv, limits, lookahead)
         self.scheduler = scheduler.base  # to look at; requests go through the core
         sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)
-        self.worker = FakeWorker(sizes, config.runner.inputs)
+        num_drafts = config.spec_decode.k if config.spec_decode.method != "none" else 0
+        self.worker = FakeWorker(sizes, config.runner.inputs, num_drafts=num_drafts)
         self.now = 0.0
         self.core = EngineCore(scheduler, UniExecutor(lambda: self.worker), clock=lambda: self.now, check=True)
         self.tokens: dict[str, list[int]] = {}

@@ -34,6 +34,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("loading",),
     ("sampling",),
+    ("spec_decode",),
     ("runner",),
     ("executor",),
     ("engine",),
@@ -153,7 +154,7 @@ def test_importing_the_control_plane_loads_nothing_heavy():
 
 def test_importing_the_control_plane_is_fast():
     """Best of several fresh interpreters: the machine may be busy, the work is the same."""
-    code = f"import time; t = time.perf_counter(); import {', '.join(CONTROL_PLANE)}; print(time.perf_counter() - t)"
+    code = f"import time; t = time.process_time(); import {', '.join(CONTROL_PLANE)}; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(5)) < MAX_IMPORT_SECONDS
 
 

@@ -60,7 +60,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         max_model_len=max_model_len,
         kv_capacity=kv.capacity,
     )
-    scheduler = build_scheduler(config, kv, limits)
+    scheduler = build_scheduler(config, kv, limits, facts.lookahead)
     if config.debug.trace is not None:
         observers = [*observers, TraceRecorder(config.debug.trace)]
     core = EngineCore(scheduler, executor, observers, check=config.debug.check)
@@ -138,10 +138,11 @@ def build_admission(config: EngineConfig, limits: Limits) -> Admission:
     return features.ADMISSIONS.get(config.scheduler.admission)(**wanted)
 
 
-def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> BeamScheduler:
+def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits, lookahead: int = 0) -> BeamScheduler:
     policy = features.POLICIES.get(config.scheduler.policy)()
     kind = features.SCHEDULERS.get(config.scheduler.kind)
-    base = kind(kv, limits, policy, config.scheduler.chunked_prefill, build_admission(config, limits))
+    admission = build_admission(config, limits)
+    base = kind(kv, limits, policy, config.scheduler.chunked_prefill, admission, lookahead)
     if config.debug.preempt_every or config.debug.evict_all:
         return BeamScheduler(Injector(base, kv, config.debug.preempt_every, config.debug.evict_all), base)
     return BeamScheduler(base, base)
@@ -149,10 +150,17 @@ def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> Beam
 
 def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Worker:
     """The data plane of one device, in whichever process it shall live. kind: an executor's own sort of worker."""
-    from minivllm.runner.worker import Worker
+    from minivllm.runner.worker import Parts, Worker
 
-    make_grammars = partial(build_grammars, config)
-    return (kind or Worker)(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS, make_grammars)
+    parts = Parts(
+        attention=features.ATTENTION,
+        forwards=features.FORWARDS,
+        inputs=features.INPUT_BUILDERS,
+        make_grammars=partial(build_grammars, config),
+        make_proposer=features.PROPOSERS.get(config.spec_decode.method),
+        make_acceptance=features.ACCEPTANCES.get(config.spec_decode.acceptance),
+    )
+    return (kind or Worker)(config, parts)
 
 
 def build_grammars(config: EngineConfig, tokenizer_dir: Path, vocab_size: int) -> GrammarCompiler:
@@ -166,4 +174,5 @@ def build_grammars(config: EngineConfig, tokenizer_dir: Path, vocab_size: int) -
     if not backends:
         raise ConfigError(f'structured.backend={asked} is not installed: pip install "minivllm[structured]"')
     load = partial(load_vocabulary, tokenizer_dir, vocab_size)
-    return shared_compiler((asked, str(tokenizer_dir), vocab_size), lambda: GrammarCompiler(load, backends))
+    key = (tuple(name for name, _ in backends), str(tokenizer_dir), vocab_size)
+    return shared_compiler(key, lambda: GrammarCompiler(load, backends))

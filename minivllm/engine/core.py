@@ -44,6 +44,8 @@ class EngineStats:
     prefix_hits: int = 0
     prompt_tokens: int = 0  # of all requests taken
     generation_tokens: int = 0
+    num_drafted: int = 0  # tokens proposed by speculative decoding and computed
+    num_accepted: int = 0  # of these, how many became output
 
     @property
     def kv_usage(self) -> float:
@@ -60,7 +62,7 @@ class EngineStats:
         self.num_steps += 1
         for name in ("num_running", "num_waiting", "num_total_blocks", "num_free_blocks", "num_cached_blocks"):
             setattr(self, name, getattr(stats, name))
-        for name in ("num_preempted", "prefix_queries", "prefix_hits"):
+        for name in ("num_preempted", "prefix_queries", "prefix_hits", "num_drafted", "num_accepted"):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.generation_tokens += sum(len(delta.token_ids) for delta in deltas)
 

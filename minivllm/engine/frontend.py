@@ -126,7 +126,7 @@ class FrontEnd:
         beam = params if isinstance(params, BeamSearchParams) else None
         resolved = self.prepare(beam.step if beam else params, token_ids)
         each = [resolved] if beam else children(resolved)
-        num_outputs = beam.beam_width if beam else resolved.n
+        num_outputs = beam.beam_width if beam else resolved.num_sequences
         ids = sequence_ids(request_id, num_outputs)
         group = request_id if num_outputs > 1 else ""
         if beam is None:

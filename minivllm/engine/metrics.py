@@ -168,6 +168,8 @@ class Metrics:
             (CounterMetricFamily, "num_preemptions", "Preemptions", stats.num_preempted),
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens of the requests taken", stats.prompt_tokens),
             (CounterMetricFamily, "generation_tokens", "Tokens generated", stats.generation_tokens),
+            (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens proposed", stats.num_drafted),
+            (CounterMetricFamily, "spec_decode_num_accepted_tokens", "Proposed and accepted", stats.num_accepted),
         ):
             family = kind(f"minivllm:{name}", what, labels=list(self.labels))
             family.add_metric(list(self.labels.values()), value)

@@ -125,12 +125,13 @@ class TextTokenizer:
             )
         template = self._pick_template(tools)
         chat = [_plain_message(i, message) for i, message in enumerate(messages)]
-        if not _knows_tools(template):
-            chat, tools = told_in_words(chat, tools), None
         if continue_final_message:
             chat[-1]["content"] += _CONTINUE_HERE
-        values = {**self.special_tokens, "tools": list(tools) if tools else None, "documents": None, **kwargs}
-        text = _render(template, messages=chat, add_generation_prompt=add_generation_prompt, **values)
+        values = {**self.special_tokens, "documents": None, "add_generation_prompt": add_generation_prompt, **kwargs}
+        if _knows_tools(template):
+            text = _render(template, messages=chat, tools=list(tools) if tools else None, **values)
+        else:
+            text = _render_in_words(template, chat, tools, **values)
         return _cut_at_mark(text) if continue_final_message else text
 
     @property
@@ -299,6 +300,15 @@ def _render(template: str, **values: Any) -> str:
         return compiled.render(**values)
     except Exception as e:  # a template is the model's code; whatever it raises is about these messages
         raise BadRequest(f"the chat template refuses these messages: {e}", "messages") from None
+
+
+def _render_in_words(template: str, chat: list[dict], tools: Sequence[Mapping[str, Any]] | None, **values: Any) -> str:
+    try:
+        return _render(template, messages=told_in_words(chat, tools), tools=None, **values)
+    except BadRequest:
+        if not tools or chat[0]["role"] == "system":
+            raise
+    return _render(template, messages=told_in_words(chat, tools, "user"), tools=None, **values)
 
 
 @functools.lru_cache(maxsize=16)

@@ -22,9 +22,12 @@ To call one, write only this, with its name and arguments as JSON:
 The result then comes between <tool_response> tags. Answer in words when no function is needed."""
 
 
-def told_in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[dict]:
+def told_in_words(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
+) -> list[dict]:
     """messages: contents are strings, arguments of calls are objects. The result has no tools, no tool_calls, and no
-    role "tool"; the results of one turn's calls are one message."""
+    role "tool"; the results of one turn's calls are one message. role: whose first message the tools are told in; the
+    user's for templates that refuse a system message."""
     told: list[dict] = []
     for i, message in enumerate(messages):
         if message["role"] == "tool":
@@ -37,7 +40,7 @@ def told_in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
             plain = {key: value for key, value in message.items() if key != "tool_calls"}
             calls = [as_text(call["function"]) for call in message.get("tool_calls") or ()]
             told.append({**plain, "content": "\n".join(filter(None, [plain["content"], *calls]))})
-    return with_system(told, instructions(tools)) if tools else told
+    return with_instructions(told, instructions(tools), role) if tools else told
 
 
 def as_text(function: Mapping[str, Any]) -> str:
@@ -49,8 +52,9 @@ def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
     return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
-def with_system(messages: list[dict], text: str) -> list[dict]:
-    if messages[0]["role"] != "system":
-        return [{"role": "system", "content": text}, *messages]
+def with_instructions(messages: list[dict], text: str, role: str) -> list[dict]:
     first = messages[0]
-    return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    if first["role"] != role:
+        return [{"role": role, "content": text}, *messages]
+    both = (text, first["content"]) if role == "user" else (first["content"], text)
+    return [{**first, "content": "\n\n".join(both)}, *messages[1:]]

@@ -21,13 +21,13 @@ from minivllm.loading.sources import DUMMY_PREFIX, ModelFiles
 from minivllm.models import MODELS
 from minivllm.models.spec import ModelSpec
 from minivllm.plan import StepOutput, StepPlan
-from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
-from minivllm.runner.inputs import BatchKey, InputSizes, Rows
+from minivllm.runner.inputs import BatchKey, Rows
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.runner.worker import Sizes, Worker
-from minivllm.structured.compiler import GrammarCompiler
+from minivllm.sampling.verify import Verifier, match
+from minivllm.spec_decode.base import NoProposer
 
 
 class NaiveWorker(Worker):
@@ -41,30 +41,23 @@ class NaiveWorker(Worker):
         self._decide("model.linear", *linear)
         return LoadedModel(model, files.spec, files.tokenizer_dir, files.name, files.source, linear, files.seconds)
 
-    def _choose_attention(self, layers: list[AttentionSpec], registry: Registry) -> tuple[str, type[AttentionBackend]]:
+    def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
         name, reason = "transformers", "executor.kind=naive: what transformers takes for this model"
         return self._decide("runner.attention", name, reason), NoAttention
 
-    def _build_runner(
-        self,
-        loaded: LoadedModel,
-        backend: AttentionBackend,
-        sizes: Sizes,
-        forwards: Registry,
-        inputs: Registry,
-        grammars: GrammarCompiler,
-    ) -> ModelRunner:
-        config, model, max_rows = self.config, loaded.model, self.config.scheduler.max_num_seqs
+    def _build_runner(self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes) -> ModelRunner:
+        model, sampler = loaded.model, self._sampler(loaded)
         self.forward = OneByOne(model, self.device)
-        input_sizes = InputSizes(max_rows, sizes.max_model_len, config.kv.block_size, sizes.num_blocks)
         return ModelRunner(
             model=model,
             forward=self.forward,
             attention=backend,
             kv_caches=[],
-            inputs=inputs.get(config.runner.inputs)(input_sizes),
-            rows=Rows(max_rows),
-            sampler=self._sampler(loaded, grammars),
+            inputs=self._inputs(sizes),
+            rows=Rows(self.config.scheduler.max_num_seqs),
+            sampler=sampler,
+            verifier=Verifier(sampler, match),
+            proposer=NoProposer(),
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=NoBlockMoves(),
         )

@@ -25,14 +25,20 @@ from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
-from minivllm.runner.inputs import InputSizes, Rows
+from minivllm.runner.inputs import InputBuilder, InputSizes, Rows
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.sampling.grammar_mask import make_grammar_mask
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.verify import Verifier
+from minivllm.spec_decode.base import Target
+from minivllm.spec_decode.make import MakeAcceptance, MakeProposer
+from minivllm.spec_decode.throttle import Throttle
 from minivllm.structured.compiler import GrammarCompiler
+
+STEP_SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)  # tokens in a step that are timed if drafts are to be weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +60,40 @@ class WorkerFacts:
     tokenizer_dir: Path
     decisions: list[Decision]
     info: dict[str, Any]
+    lookahead: int = 0  # KV slots that proposing drafts takes behind a request's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a worker is built from: registries to choose from, and choices that are made."""
+
+    attention: Registry
+    forwards: Registry
+    inputs: Registry
+    make_grammars: Callable[[Path, int], GrammarCompiler]  # from the tokenizer's folder and the vocabulary's size
+    make_proposer: MakeProposer
+    make_acceptance: MakeAcceptance
 
 
 class Worker:
-    def __init__(
-        self,
-        config: EngineConfig,
-        attention: Registry,
-        forwards: Registry,
-        inputs: Registry,
-        make_grammars: Callable[[Path, int], GrammarCompiler],
-    ):
-        """make_grammars: from the tokenizer's folder and the size of the model's vocabulary."""
+    def __init__(self, config: EngineConfig, parts: Parts):
         begin = time.perf_counter()
         self.config = config
+        self.parts = parts
         self.decisions: list[Decision] = []
         self.device = self._decide("model.device", *choose_device(config.model.device))
         if self.device.type == "cpu":
             torch.set_num_threads(self._decide("executor.num_threads", *choose_threads(config.executor.num_threads)))
         self.dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, self.device))
         loaded = self._load()
-        name, backend_class = self._choose_attention(loaded.model.attention_layers, attention)
+        name, backend_class = self._choose_attention(loaded.model.attention_layers)
         kv_spec = self._kv_spec(loaded.model.attention_layers)
         sizes = self._size(kv_spec, loaded.spec.max_position)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
-        grammars = make_grammars(loaded.tokenizer_dir, loaded.spec.vocab_size)
-        self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs, grammars)
+        self.throttle = Throttle(config.scheduler.max_num_seqs)
+        self.runner = self._build_runner(loaded, backend, sizes)
+        if config.spec_decode.method != "none" and config.spec_decode.adaptive:
+            self._calibrate(sizes.num_blocks)
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
 
     def _load(self) -> LoadedModel:
@@ -88,9 +102,9 @@ class Worker:
         self._decide("model.linear", *loaded.linear)
         return loaded
 
-    def _choose_attention(self, layers: list[AttentionSpec], registry: Registry) -> tuple[str, type[AttentionBackend]]:
+    def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
         backend_class, choice = choose_attention(
-            self.config.runner.attention, self.device, layers, registry, self._kv_dtype()
+            self.config.runner.attention, self.device, layers, self.parts.attention, self._kv_dtype()
         )
         self._decide("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
@@ -113,40 +127,37 @@ class Worker:
         num_host_blocks = 0 if kv.preemption == "recompute" else parse_size(kv.swap_memory) // spec.bytes_per_block
         return Sizes(num_blocks, num_host_blocks, max_model_len)
 
-    def _build_runner(
-        self,
-        loaded: LoadedModel,
-        backend: AttentionBackend,
-        sizes: Sizes,
-        forwards: Registry,
-        inputs: Registry,
-        grammars: GrammarCompiler,
-    ) -> ModelRunner:
-        config, model, max_rows, kv_dtype = (
-            self.config,
-            loaded.model,
-            self.config.scheduler.max_num_seqs,
-            self._kv_dtype(),
-        )
+    def _build_runner(self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes) -> ModelRunner:
+        config, model, parts, kv_dtype = self.config, loaded.model, self.parts, self._kv_dtype()
         layers = model.attention_layers
         # One spare block takes the K and V of padding tokens.
         device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), kv_dtype, self.device) for _ in layers]
         host_shape = backend.kv_shape(sizes.num_host_blocks)
         host_caches = [zeros(host_shape, kv_dtype, torch.device("cpu")) for _ in layers]
-        input_sizes = InputSizes(max_rows, sizes.max_model_len, config.kv.block_size, sizes.num_blocks)
+        inputs = self._inputs(sizes)
+        sampler = self._sampler(loaded)
+        proposer = parts.make_proposer(Target(config, model, inputs, sampler, device_caches, backend, self.throttle))
         return ModelRunner(
             model=model,
-            forward=forwards.get(config.runner.forward)(model, self.device),
+            forward=parts.forwards.get(config.runner.forward)(model, self.device),
             attention=backend,
             kv_caches=device_caches,
-            inputs=inputs.get(config.runner.inputs)(input_sizes),
-            rows=Rows(max_rows),
-            sampler=self._sampler(loaded, grammars),
+            inputs=inputs,
+            rows=Rows(config.scheduler.max_num_seqs),
+            sampler=sampler,
+            verifier=Verifier(sampler, parts.make_acceptance(proposer)),
+            proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
         )
 
-    def _sampler(self, loaded: LoadedModel, grammars: GrammarCompiler) -> Sampler:
+    def _inputs(self, sizes: Sizes) -> InputBuilder:
+        max_rows, block_size = self.config.scheduler.max_num_seqs, self.config.kv.block_size
+        kind = self.parts.inputs.get(self.config.runner.inputs)
+        return kind(InputSizes(max_rows, sizes.max_model_len, block_size, sizes.num_blocks))
+
+    def _sampler(self, loaded: LoadedModel) -> Sampler:
+        grammars = self.parts.make_grammars(loaded.tokenizer_dir, loaded.spec.vocab_size)
         processors = (make_grammar_mask(grammars), *DEFAULT_PROCESSORS)
         return Sampler(loaded.spec.vocab_size, self.config.scheduler.max_num_seqs, self.device, processors)
 
@@ -176,6 +187,7 @@ class Worker:
             tokenizer_dir=loaded.tokenizer_dir,
             decisions=self.decisions,
             info=info,
+            lookahead=self.runner.proposer.lookahead,
         )
 
     def measure_costs(self) -> dict[str, float]:
@@ -189,6 +201,20 @@ class Worker:
         reason = f"measured: {shown}, a block moved in {1e3 * costs['seconds_per_block']:.3f} ms"
         self._decide("kv.preemption", "auto", reason)
         return costs
+
+    def _calibrate(self, spare_block: int) -> None:
+        """Time forwards of several sizes, so that drafts are only computed where they save time."""
+        block_size, most = self.config.kv.block_size, self.config.scheduler.max_num_batched_tokens
+        with torch.inference_mode():
+            seconds = {
+                n: n * measure_prefill(self.runner, spare_block, block_size, n, num_tries=4, logits=True)
+                for n in STEP_SIZES
+                if n <= most
+            }
+        self.throttle.calibrate(seconds)
+        k = self.config.spec_decode.k
+        grown = float(self.throttle.seconds(np.array(1 + k)) / self.throttle.seconds(np.array(1)))
+        self._decide("spec_decode.k", k, f"at most; measured: a step of {1 + k} tokens takes {grown:.2f} times as long")
 
     def facts(self) -> WorkerFacts:
         return self._facts
@@ -209,8 +235,16 @@ class Worker:
         return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
 
 
-def measure_prefill(runner: ModelRunner, spare_block: int, block_size: int, num_tokens: int = 128) -> float:
-    """Seconds a token of a prefill, the faster of two tries. Writes only to the spare block."""
+def measure_prefill(
+    runner: ModelRunner,
+    spare_block: int,
+    block_size: int,
+    num_tokens: int = 128,
+    num_tries: int = 2,
+    logits: bool = False,
+) -> float:
+    """Seconds a token of a prefill, the fastest of some tries; logits: of all tokens, too. Writes only to the spare
+    block."""
     tokens = np.arange(num_tokens) % 100
     batch = InputBatch(
         req_ids=["measure"],
@@ -223,14 +257,16 @@ def measure_prefill(runner: ModelRunner, spare_block: int, block_size: int, num_
         block_tables=np.full((1, -(-num_tokens // block_size)), spare_block, np.int32),
         sample_tokens=np.array([num_tokens - 1]),
         sample_requests=np.array([0]),
+        draft_tokens=np.array([-1]),
         num_tokens=num_tokens,
         max_query=num_tokens,
         max_seq=num_tokens,
     )
     seconds = []
-    for _ in range(2):
+    for _ in range(num_tries):
         start = time.perf_counter()
-        runner.run_model(batch).sum().item()  # item() waits for the device
+        hidden = runner.run_model(batch)
+        (runner.model.logits(hidden) if logits else hidden)[-1].sum().item()  # item() waits for the device
         seconds.append(time.perf_counter() - start)
     return min(seconds) / num_tokens
 

@@ -32,6 +32,8 @@ async def prepare(body: CompletionRequest, service: Service) -> tuple[Job, Compl
     if max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens=0 asks for nothing; with echo=true it scores the prompt", "max_tokens")
     params = body.sampling(max(1, max_tokens), body.logprobs)
+    if body.stream and params.selects:
+        raise BadRequest("best_of above n does not go with stream=true: the best are known at the end", "best_of")
     if body.echo and body.logprobs is not None:
         params = params.replace(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     prompts = [await as_prompt(item, service) for item in as_list(body.prompt)]

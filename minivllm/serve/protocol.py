@@ -18,6 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from minivllm.errors import BadRequest
 from minivllm.registry import did_you_mean
 from minivllm.request import MAX_LOGPROBS, SamplingParams
+from minivllm.serve.structured import structured_params
 
 T = TypeVar("T", bound="RequestBody")
 
@@ -46,6 +47,31 @@ class RequestBody(Struct, kw_only=True, forbid_unknown_fields=True):
 class StreamOptions(RequestBody):
     include_usage: Annotated[bool | None, doc("End the stream with a chunk that holds the usage.")] = None
     include_obfuscation: Annotated[bool | None, accepted()] = None
+
+
+class JSONSchema(RequestBody):
+    name: Annotated[str, accepted("OpenAI requires it.")]
+    schema: Annotated[Any, doc("The JSON Schema of the answer.")] = None
+    description: Annotated[str | None, accepted()] = None
+    strict: Annotated[bool | None, accepted("An answer is always held to its schema.")] = None
+
+
+class ResponseFormat(RequestBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredOutputs(RequestBody):
+    json: Annotated[Any, doc("A JSON Schema, as an object or as its text.")] = None
+    json_object: Annotated[bool | None, doc("Any JSON object.")] = None
+    regex: Annotated[str | None, doc("A regular expression, of the whole output.")] = None
+    choice: Annotated[list[str] | None, doc("One of these.")] = None
+    grammar: Annotated[str | None, doc("EBNF in llama.cpp's notation.")] = None
+    disable_any_whitespace: Annotated[bool | None, doc("JSON on one line.")] = None
+    structural_tag: Annotated[Any, refused("structural tags")] = None
+    whitespace_pattern: Annotated[Any, refused("see disable_any_whitespace")] = None
+    disable_additional_properties: Annotated[Any, refused("say additionalProperties in the schema", False)] = None
+    disable_fallback: Annotated[Any, refused("the server chooses its backend: structured.backend", False)] = None
 
 
 class Sampling(RequestBody, kw_only=True):
@@ -81,14 +107,21 @@ class Sampling(RequestBody, kw_only=True):
     priority: Annotated[Int32 | None, doc("vLLM's. Smaller is served earlier, with scheduler.policy=priority.")] = None
     cache_salt: Annotated[str | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
 
-    structured_outputs: Annotated[Any, refused("structured output")] = None
+    response_format: Annotated[ResponseFormat | None, doc("Hold the answer to JSON, or to a JSON Schema.")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, doc("vLLM's: what the output must look like.")] = None
+    guided_json: Annotated[Any, doc("vLLM's older name of structured_outputs.json.")] = None
+    guided_regex: Annotated[str | None, doc("vLLM's older name of structured_outputs.regex.")] = None
+    guided_choice: Annotated[list[str] | None, doc("vLLM's older name of structured_outputs.choice.")] = None
+    guided_grammar: Annotated[str | None, doc("vLLM's older name of structured_outputs.grammar.")] = None
+    guided_decoding_backend: Annotated[Any, refused("the server chooses its backend: structured.backend")] = None
+    guided_whitespace_pattern: Annotated[Any, refused("see structured_outputs.disable_any_whitespace")] = None
     use_beam_search: Annotated[Any, refused("beam search", False)] = None
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Raises BadRequest, naming the field, for a value that SamplingParams does not admit."""
         names = set(SamplingParams.__struct_fields__) & set(self.__struct_fields__) - {"max_tokens", "logprobs"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured=structured_params(self), **given)
 
 
 class ContentPart(RequestBody):
@@ -197,7 +230,6 @@ class ChatRequest(Sampling, kw_only=True):
 
     functions: Annotated[Any, refused("OpenAI has replaced it by tools", [])] = None
     function_call: Annotated[Any, refused("OpenAI has replaced it by tool_choice", "none")] = None
-    response_format: Annotated[Any, refused("structured output", {"type": "text"})] = None
     modalities: Annotated[Any, refused("only text is written", ["text"])] = None
     audio: Annotated[Any, refused("only text is written")] = None
     prediction: Annotated[Any, refused("predicted outputs")] = None
@@ -213,7 +245,9 @@ class CompletionRequest(Sampling, kw_only=True):
     echo: Annotated[bool | None, doc("Begin the text with the prompt.")] = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Annotated[Any, refused("filling in the middle", "")] = None
-    best_of: Annotated[Any, refused("all answers are returned, so ask for n", 1)] = None
+    best_of: Annotated[
+        Positive | None, doc("Generate so many, return the n likeliest, best first. Above n not with stream.")
+    ] = None
 
 
 def parse(data: bytes, kind: type[T]) -> T:

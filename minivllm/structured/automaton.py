@@ -19,7 +19,7 @@ from minivllm.structured.regex import Alt, Chars, Node, Ranges, Repeat, Seq, int
 
 MAX_NFA_STATES = 100_000
 MAX_DFA_STATES = 10_000
-MAX_WORK = 20_000_000  # set elements looked at while determinising: a few seconds
+MAX_WORK = 3_000_000  # set elements looked at while determinising: about two seconds
 DEAD, START = 0, 1
 
 

@@ -19,8 +19,6 @@ from minivllm.structured import regex
 from minivllm.structured.params import StructuredParams
 from minivllm.structured.trie import TokenTrie
 
-MAX_ATOMS = 20_000  # characters of an expression once its counted repetitions are written out
-
 
 class Unsupported(BadRequest):
     """A specification that may be right, and that this backend cannot hold the output to. Another one may."""
@@ -89,19 +87,12 @@ class GrammarBackend(Protocol):
         """Raises BadRequest for a specification that is wrong or too large, Unsupported for one it cannot enforce."""
 
 
-def read_regex(params: StructuredParams) -> str:
-    """The request's expression in the plain notation. Raises BadRequest for what is none.
-
-    Also for one that stands for too many copies once its counted repetitions are written out: some backends do that
-    without a limit of their own.
-    """
+def read_regex(params: StructuredParams) -> regex.Node:
+    """The tree of the request's expression. Raises BadRequest for what is none."""
     try:
-        node = regex.parse(params.regex)
+        return regex.parse(params.regex)
     except regex.RegexError as e:
         raise params.error(f"regex: {e}") from None
-    if (found := regex.size(node)) > MAX_ATOMS:
-        raise params.error(f"regex: its counted repetitions stand for {found:,} characters, over {MAX_ATOMS:,}")
-    return regex.render(node)
 
 
 def pack(bits: np.ndarray) -> np.ndarray:

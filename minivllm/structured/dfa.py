@@ -14,7 +14,7 @@ import numpy as np
 
 from minivllm.structured import regex
 from minivllm.structured.automaton import DEAD, DFA, START, TooLarge, compile_tree
-from minivllm.structured.base import Unsupported, Vocabulary, pack
+from minivllm.structured.base import Unsupported, Vocabulary, pack, read_regex
 from minivllm.structured.json_regex import json_tree
 from minivllm.structured.params import StructuredParams
 
@@ -30,14 +30,12 @@ class DFABackend:
     def compile(self, params: StructuredParams) -> CompiledDFA:
         try:
             return CompiledDFA(compile_tree(self._tree(params)), self.vocabulary)
-        except regex.RegexError as e:
-            raise params.error(f"{params.kind}: {e}") from None
         except TooLarge as e:
             raise Unsupported(f"{params.field}: {params.kind} is too large: {e}", params.field) from None
 
     def _tree(self, params: StructuredParams) -> regex.Node:
         if params.kind == "regex":
-            return regex.parse(params.regex)
+            return read_regex(params)
         if params.kind == "choice":
             return regex.alt(*map(regex.literal, params.choice))
         if params.kind == "json":

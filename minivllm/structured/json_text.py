@@ -6,9 +6,11 @@ from typing import Any
 
 from minivllm.structured.regex import (
     EMPTY,
+    Alt,
     Chars,
     Node,
     Repeat,
+    Seq,
     alt,
     chars,
     intersect,
@@ -67,6 +69,20 @@ def in_json(node: Node) -> Node:
     if isinstance(node, Repeat):
         return Repeat(in_json(node.item), node.low, node.high)
     return type(node)(tuple(in_json(item) for item in node.items))
+
+
+def plain(node: Node) -> Node | None:
+    """The texts of these that need no escape in JSON; None if there are none."""
+    if isinstance(node, Chars):
+        ranges = intersect(node.ranges, _PLAIN)
+        return Chars(ranges) if ranges else None
+    if isinstance(node, Repeat):
+        item = plain(node.item)
+        return Repeat(item, node.low, node.high) if item is not None else EMPTY if not node.low else None
+    items = [plain(item) for item in node.items]
+    if isinstance(node, Alt):
+        return alt(*found) if (found := [item for item in items if item is not None]) else None
+    return None if None in items else Seq(tuple(items))
 
 
 def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:

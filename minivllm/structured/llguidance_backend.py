@@ -15,6 +15,7 @@ from minivllm.structured import schema as schemas
 from minivllm.structured.base import Unsupported, Vocabulary, read_regex
 from minivllm.structured.disjoint import overlapping
 from minivllm.structured.params import StructuredParams
+from minivllm.structured.regex import render
 
 # Where only one text can follow, it would allow that text's usual tokens alone; here every token that fits is allowed,
 # as with the other backends.
@@ -56,7 +57,7 @@ class LLGuidanceBackend:
             except schemas.SchemaError as e:
                 raise params.error(f"json: {e}") from None
         if params.kind == "regex":
-            return f"start: /{regex_to_lark(read_regex(params), '')}/"
+            return f"start: /{regex_to_lark(render(read_regex(params)), '')}/"
         if params.kind == "choice":
             return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
         return _from_any_notation(params)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_CODE = 0x10FFFF
-MAX_DEPTH = 200  # groups inside groups
+MAX_DEPTH = 50  # groups inside groups
 Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, apart from each other, both ends included
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-MAX_DEPTH = 100  # subschemas inside subschemas
+MAX_DEPTH = 64  # subschemas inside subschemas
 ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id")
     + ("$comment", "$anchor", "$defs", "definitions", "contentMediaType", "contentEncoding")
@@ -47,6 +47,8 @@ def load(text: str) -> Schema:
         check(place, schema)
     for place in places:
         _check_reference_chain(place, schema)
+    if not _Finite(schema)(schema, frozenset()):
+        raise SchemaError("#: no value fits, since each would have to hold another one of its kind")
     return schema
 
 
@@ -164,6 +166,44 @@ def _check_reference_chain(place: Place, root: Schema) -> None:
             if any(inner is place.schema for inner in direct):
                 raise SchemaError(f"{place.path}: a schema that refers to itself and to nothing else")
             pending += direct
+
+
+class _Finite:
+    """Whether some value of finite size fits a schema. Only recursion is looked at: what a schema needs, its required
+    properties and its first items, must lead out of it."""
+
+    def __init__(self, root: Schema):
+        self.root = root
+        self.finite: set[int] = set()  # schemas (by id) that are known to be
+        self.patience = 100_000
+
+    def __call__(self, schema: Schema, inside: frozenset[int]) -> bool:
+        self.patience -= 1
+        if not isinstance(schema, dict) or id(schema) in self.finite or self.patience < 0:
+            return True
+        if id(schema) in inside:
+            return False
+        inside = inside | {id(schema)}
+        needed = all(self(s, inside) for s in self._needs(schema))
+        choices = [schema[key] for key in ("anyOf", "oneOf") if key in schema]
+        found = needed and all(any(self(s, inside) for s in alternatives) for alternatives in choices)
+        if found:
+            self.finite.add(id(schema))
+        return found
+
+    def _needs(self, schema: dict[str, Any]) -> list[Schema]:
+        needs = [resolve(schema["$ref"], self.root)] if "$ref" in schema else []
+        needs += schema.get("allOf", [])
+        types = types_of(schema) or [t for t, key in (("object", "properties"), ("array", "items")) if key in schema]
+        if tuple(types) == ("object",):
+            properties = schema.get("properties", {})
+            needs += [properties[name] for name in schema.get("required", ()) if name in properties]
+        if tuple(types) == ("array",) and schema.get("minItems"):
+            first = schema.get("prefixItems", [])[: int(schema["minItems"])]
+            needs += first
+            if len(first) < schema["minItems"] and isinstance(schema.get("items"), dict):
+                needs.append(schema["items"])
+        return needs
 
 
 def _escaped(name: str) -> str:

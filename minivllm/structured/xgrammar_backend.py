@@ -14,11 +14,16 @@ from typing import Any
 import numpy as np
 
 from minivllm.structured import schema as schemas
-from minivllm.structured.base import MAX_ATOMS, Unsupported, Vocabulary, read_regex
+from minivllm.structured.base import Unsupported, Vocabulary, read_regex
 from minivllm.structured.disjoint import overlapping
-from minivllm.structured.json_text import string_tree
+from minivllm.structured.json_text import plain, string_tree
 from minivllm.structured.params import StructuredParams
-from minivllm.structured.regex import RegexError, render, size
+from minivllm.structured.regex import RegexError, parse_search, render, size
+
+# Characters of an expression once its counted repetitions are written out. XGrammar counts rather than writes them out
+# (a million take 12 ms), but has no limit of its own.
+MAX_ATOMS = 1_000_000
+TOO_MANY = f"its counted repetitions stand for over {MAX_ATOMS:,} characters"
 
 _OF_TYPE = {
     "string": {"pattern", "minLength", "maxLength"},
@@ -64,7 +69,10 @@ class XGrammarBackend:
         if params.kind == "json_object":
             return self._compiler.compile_json_schema('{"type":"object"}', any_whitespace=free, strict_mode=False)
         if params.kind == "regex":
-            return self._compiler.compile_regex(read_regex(params))
+            node = read_regex(params)
+            if size(node) > MAX_ATOMS:
+                raise Unsupported(f"{params.field}: regex: {TOO_MANY}", params.field)
+            return self._compiler.compile_regex(render(node))
         if params.kind == "choice":
             return self._compiler.compile_grammar("root ::= " + " | ".join(map(_quoted, params.choice)))
         return self._compiler.compile_grammar(params.grammar)
@@ -112,6 +120,10 @@ class XGrammar:
             self._matcher.fill_next_token_bitmask(out[None])
 
 
+class _Unenforced(ValueError):
+    """What XGrammar would let through; the message begins with the place."""
+
+
 def read_schema(params: StructuredParams) -> schemas.Schema:
     """As XGrammar enforces it. Raises BadRequest for what is no schema, Unsupported for what it would let through."""
     try:
@@ -119,8 +131,10 @@ def read_schema(params: StructuredParams) -> schemas.Schema:
         for place in schemas.subschemas(root):
             closes = place.schema is False and place.path.endswith(_CLOSING)
             if not closes and (why := _unenforced(place.schema, root)):
-                raise Unsupported(f"{params.field}: json: {place.path}{why}", params.field)
-        return _with_safe_strings(root)
+                raise _Unenforced(f"{place.path}{why}")
+        return _rewritten(root)
+    except _Unenforced as e:
+        raise Unsupported(f"{params.field}: json: {e}", params.field) from None
     except schemas.SchemaError as e:
         raise params.error(f"json: {e}") from None
 
@@ -169,18 +183,25 @@ def _unenforced_object(schema: dict[str, Any], keywords: set[str]) -> str:
     return ""
 
 
-def _with_safe_strings(schema: schemas.Schema) -> schemas.Schema:
-    """XGrammar copies a pattern between the quotes as it is, and lets raw control characters into strings of bounded
-    length. So both become patterns over JSON's text, with its escapes."""
+def _rewritten(schema: schemas.Schema) -> schemas.Schema:
+    """The same schema in words that XGrammar reads right.
+
+    It lets raw quotes into some patterns, and raw control characters into strings of bounded length. So both
+    become patterns over JSON's text: a pattern without the characters that JSON escapes, which are fewer strings than
+    the schema admits, and a length in characters or escapes."""
     safe = json.loads(json.dumps(schema))
     for path, inner in list(schemas.subschemas(safe)):
+        if isinstance(inner, dict) and "oneOf" in inner:
+            inner["anyOf"] = inner.pop("oneOf")  # its alternatives exclude each other: that has been checked
         if isinstance(inner, dict) and not inner.keys().isdisjoint(("pattern", "minLength", "maxLength")):
             try:
-                tree = string_tree(inner)
+                tree = plain(parse_search(inner["pattern"])) if "pattern" in inner else string_tree(inner)
             except RegexError as e:
                 raise schemas.SchemaError(f"{path}/pattern: {e}") from None
+            if tree is None:
+                raise _Unenforced(f"{path}/pattern needs characters that JSON escapes")
             if size(tree) > MAX_ATOMS:
-                raise schemas.SchemaError(f"{path}: a string of over {MAX_ATOMS:,} counted characters")
+                raise _Unenforced(f"{path}: {TOO_MANY}")
             inner |= {"type": "string", "pattern": f"^{render(tree)}$"}
             inner.pop("minLength", None)
             inner.pop("maxLength", None)

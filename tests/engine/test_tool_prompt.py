@@ -8,6 +8,7 @@ import pytest
 import tiny_tokenizers as tiny
 
 from minivllm.engine.tokenizer import TextTokenizer
+from minivllm.errors import BadRequest
 from minivllm.serve.tools import TOOL_PARSERS, choose, find
 from minivllm.serve.tools.answer import ToolAnswer
 
@@ -44,6 +45,14 @@ def test_tools_are_described_in_a_system_message():
     assert json.dumps(TOOL) in text
     text = render(CHATML, [{"role": "system", "content": "Be brief."}, USER], tools=[TOOL])
     assert text.startswith("<|system|>Be brief.\n\nYou can call") and text.count("<|system|>") == 1
+
+
+def test_a_template_without_system_messages_has_them_told_by_the_user():
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+    text = render(refuses, [USER], tools=[TOOL])
+    assert text.startswith("<|user|>You can call") and text.endswith("\n\nHi\n")
+    with pytest.raises(BadRequest, match="no system role"):
+        render(refuses, [{"role": "system", "content": "x"}, USER], tools=[TOOL])
 
 
 def test_without_tools_nothing_changes():

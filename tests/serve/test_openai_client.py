@@ -270,6 +270,15 @@ def test_echo_without_tokens_scores_the_prompt(complete):
     assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (0, "length")
 
 
+def test_best_of_returns_the_likeliest(complete):
+    fields = {"temperature": 1.0, "seed": 2, "logprobs": 0}
+    every = complete("Once", n=4, **fields).choices
+    scores = {choice.text: sum(choice.logprobs.token_logprobs) for choice in every}
+    reply = complete("Once", n=2, best_of=4, **fields)
+    assert [c.index for c in reply.choices] == [0, 1]
+    assert [c.text for c in reply.choices] == sorted(scores, key=scores.get, reverse=True)[:2]
+
+
 def test_logit_bias_has_string_keys_in_json(complete):
     reply = complete("ab", logit_bias={"70": 100}, extra_body={"return_token_ids": True}, max_tokens=3)
     assert reply.choices[0].token_ids == [70, 70, 70]

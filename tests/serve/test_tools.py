@@ -240,6 +240,16 @@ BAD = [
 ]  # fmt: skip
 
 
+def test_a_form_for_the_answer_goes_with_tools_that_are_not_called(ask, fake):
+    for form in ({"response_format": {"type": "json_object"}}, {"extra_body": {"guided_choice": ["a"]}}):
+        assert ask("{}", tool_choice="none", **form).choices[0].message.content == "{}"
+        assert fake.engine.calls[-1].params.structured is not None
+        for choice in ("auto", "required", named("now")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                ask("{}", tool_choice=choice, **form)
+            assert caught.value.param in ("response_format", "guided_choice") and "no calls" in caught.value.message
+
+
 @pytest.mark.parametrize(("fields", "param", "text"), BAD)
 def test_a_bad_field_is_a_400_that_names_it(fake, fields, param, text):
     body = {"messages": HELLO, "tools": TOOLS, **fields}

@@ -170,3 +170,17 @@ def test_a_schema_that_is_none_is_a_400_that_names_its_place(ask):
         with pytest.raises(openai.BadRequestError) as caught:
             ask(tools=bad, tool_choice=choice)
         assert caught.value.param == param and "strin" in caught.value.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_of_n_choices_has_its_own_calls(ask, stream):
+    fields = {"tools": tools("now", "weather"), "tool_choice": "required", "parallel_tool_calls": False, "n": 3}
+    reply = ask(**fields, stream=stream)
+    if not stream:
+        assert all(len(choice.message.tool_calls) == 1 for choice in reply.choices)
+        return
+    arguments = {0: "", 1: "", 2: ""}
+    for choice in (choice for chunk in reply for choice in chunk.choices):
+        for part in choice.delta.tool_calls or ():
+            arguments[choice.index] += part.function.arguments
+    assert all(isinstance(json.loads(text), dict) for text in arguments.values())

@@ -59,6 +59,8 @@ class Reader(JsonReader):
         super().__init__()
         self.names = names
         self._events: list[Event] = []
+        self._texts: list[str] = []  # the beginning of the next event, which is of this kind
+        self._kind: type[Content] | type[Arguments] = Content
         self._blank = ""  # content that is layout if a call follows
         self._seen_content = self._seen_call = False
         self._reading = self.read()
@@ -96,7 +98,8 @@ class Reader(JsonReader):
 
     def content(self, text: str) -> None:
         """Text outside of calls. Spaces at its end wait: if a call follows, they are layout."""
-        text = self._blank + text
+        if self._blank:
+            text = self._blank + text
         shown = text.rstrip(BLANK)
         self._blank = text[len(shown) :]
         if shown and self._seen_call and not self._seen_content:
@@ -117,10 +120,10 @@ class Reader(JsonReader):
             yield from read
         if call.complete:
             self._tell(call)
-            self._events.append(CallEnd())
+            self._mark(CallEnd())
             self._seen_call = True
         elif call.is_told:
-            self._events.append(CallEnd(self._blank + self.taken()))
+            self._mark(CallEnd(self._blank + self.taken()))
             self._blank, self._seen_content = "", True
         else:
             self.content(self.taken())
@@ -198,10 +201,10 @@ class Reader(JsonReader):
         if call.name is None or not call.looks_right:
             return
         if not call.is_told:
-            self._events.append(CallBegin(call.name))
+            self._mark(CallBegin(call.name))
             call.is_told = True
         if call.untold:
-            self._events.append(Arguments("".join(call.untold)))
+            self._add(Arguments, "".join(call.untold))
             call.untold.clear()
 
     # --- events
@@ -209,15 +212,25 @@ class Reader(JsonReader):
     def _show(self, text: str) -> None:
         if text:
             self._seen_content = True
-            self._events.append(Content(text))
+            self._add(Content, text)
+
+    def _add(self, kind: type[Content] | type[Arguments], text: str) -> None:
+        """Text of the same kind as before makes one event with it."""
+        if kind is not self._kind:
+            self._close()
+            self._kind = kind
+        self._texts.append(text)
+
+    def _mark(self, event: Event) -> None:
+        self._close()
+        self._events.append(event)
+
+    def _close(self) -> None:
+        if self._texts:
+            self._events.append(self._kind("".join(self._texts)))
+            self._texts.clear()
 
     def _drain(self) -> list[Event]:
-        """The events so far, neighbours of a kind as one."""
-        events: list[Event] = []
-        for event in self._events:
-            if events and isinstance(event, Content | Arguments) and type(events[-1]) is type(event):
-                events[-1] = type(event)(events[-1].text + event.text)
-            else:
-                events.append(event)
-        self._events.clear()
+        self._close()
+        events, self._events = self._events, []
         return events
