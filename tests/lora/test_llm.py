@@ -8,8 +8,8 @@ import pytest
 from lora.adapters import write_adapter
 
 from minivllm import LLM, AsyncLLM, LoRARequest, SamplingParams
-from minivllm.engine.beam import BeamSearchParams
 from minivllm.errors import AdapterError, BadRequest, ConfigError, UnknownAdapter
+from minivllm.request import BeamSearchParams
 
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 60, "kv.block_size": 8}
 SMALL |= {"executor.num_threads": 1, "debug.check": True, "lora.enabled": True, "lora.max_loras": 2}
@@ -98,7 +98,7 @@ def test_what_is_not_loaded_is_refused_and_leaves_nothing(llm, folders):
         llm.load_lora("x", folders["a"] + "-not")
     with pytest.raises(BadRequest, match="2 prompts, but 1 of lora_request"):
         llm.generate([PROMPT, PROMPT], GREEDY, lora_request=["a"], use_tqdm=False)
-    assert not llm._core.has_work and llm._adapters.find("a").num_users == 0
+    assert not llm._core.has_work and llm._core.scheduler.table.loaded["a"].num_users == 0
 
 
 def test_without_lora_an_adapter_is_refused(folders):
@@ -147,7 +147,7 @@ def test_loading_and_unloading_under_load(folders, alone):
         assert engine.is_running and 0 < len(refused) < 24
         assert [adapter.name for adapter in engine.list_loras()] == ["a"]
         assert list(engine._core.executor.worker.runner.adapters._loaded) == ["a#1"]
-        engine._adapters.check()
+        engine._core.scheduler.table.check()
     finally:
         engine.close()
 

@@ -110,7 +110,7 @@ def test_names_and_ids_mean_one_adapter(table):
 
 def test_without_lora_every_call_says_how_to_turn_it_on():
     off = NoAdapters()
-    for call in (lambda: off.load("a", "p"), lambda: off.unload("a"), lambda: off.ensure(None), lambda: off.find("a")):
+    for call in (lambda: off.load("a", "p"), lambda: off.unload("a"), lambda: off.ensure(None)):
         with pytest.raises(BadRequest, match="lora.enabled=true"):
             call()
     assert not off.loaded
@@ -158,9 +158,9 @@ def test_a_request_holds_its_adapter_from_arrival_to_its_end(table, worker):
         scheduler.add(request("long", "a"))
     with pytest.raises(UnknownAdapter):
         scheduler.add(request("6", "b"))
-    assert table.find("a").num_users == 4
+    assert table.loaded["a"].num_users == 4
     scheduler.update(StepPlan(0), StepOutput())
-    assert table.find("a").num_users == 2
+    assert table.loaded["a"].num_users == 2
     table.unload("a")
     scheduler.abort("4")
     scheduler.abort("4")
