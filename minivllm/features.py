@@ -212,6 +212,27 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "quantization",
+        "model.quantization",
+        ("auto", "none", "int8", "int4"),
+        "auto",
+        "how linear layers keep their weights on a CPU: auto keeps those that a GGUF file has in 4 or 8 bits; int8 and "
+        "int4 round any model's when it is loaded; none computes with all of them in the model's dtype",
+        chapter="15",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "dense_copy",
+        "model.dense_copy",
+        (True, False),
+        True,
+        "keep, beside weights in 4 or 8 bits, a copy in bf16 for steps of many tokens: faster prefill, more memory",
+        chapter="15",
+        workload="fixed",
+        metric="ttft_p50",
+    ),
+    Feature(
         "forward",
         "runner.forward",
         FORWARDS.names(),

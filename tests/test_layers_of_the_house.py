@@ -29,7 +29,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("trace",),
     ("kv",),
     ("scheduler",),
-    ("compile", "attention", "kernels", "layers"),
+    ("compile", "attention", "kernels", "layers", "quantization"),
     ("models",),
     ("loading",),
     ("sampling",),

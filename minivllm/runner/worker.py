@@ -71,7 +71,16 @@ class Worker:
 
     def _load(self) -> LoadedModel:
         asked = self.config.model
-        loaded = load_model(asked.path, self.dtype, self.device, seed=asked.seed, tokenizer=asked.tokenizer)
+        loaded = load_model(
+            asked.path,
+            self.dtype,
+            self.device,
+            seed=asked.seed,
+            tokenizer=asked.tokenizer,
+            quantization=asked.quantization,
+            dense_copy=asked.dense_copy,
+        )
+        self._decide("model.quantization", *loaded.quantization)
         self._decide("model.linear", *loaded.linear)
         return loaded
 

@@ -11,7 +11,8 @@ from fakes import FakeEngine, oracle
 from minivllm.errors import NeverFits
 from minivllm.features import CONFLICTS, FEATURES
 
-DATA_PLANE = ("attention", "kv_dtype", "forward", "executor")  # the fake model has its own
+# The fake model has its own.
+DATA_PLANE = ("attention", "kv_dtype", "quantization", "dense_copy", "forward", "executor")
 AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
 
 
