@@ -24,6 +24,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("machine", "features"),
     ("matrix",),
     ("config",),
+    ("waiting",),
     ("request",),
     ("plan",),
     ("trace",),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minivllm import features
+from minivllm import features, waiting
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
 from minivllm.errors import ConfigError
@@ -140,6 +140,10 @@ def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> Sche
 
 def build_worker(config: EngineConfig) -> Worker:
     """The data plane of one device, in whichever process it shall live."""
+    settled = waiting.settle()  # before torch
     from minivllm.runner.worker import Worker
 
-    return Worker(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS)
+    worker = Worker(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS)
+    if worker.device.type == "cpu":
+        worker.decisions.append(settled)
+    return worker

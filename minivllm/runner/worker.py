@@ -6,7 +6,6 @@ composition root knows them by name.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from minivllm.attention.select import choose as choose_attention
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
+from minivllm.machine import cpu_quota, num_cores
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
@@ -233,10 +233,11 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 def choose_threads(asked: int | None) -> tuple[int, str]:
     if asked is not None:
         return asked, "as configured"
-    try:
-        return len(os.sched_getaffinity(0)), "the cores that this process may use"
-    except AttributeError:  # macOS has no affinity
-        return os.cpu_count() or 1, "the cores of this machine"
+    cores, quota = num_cores(), cpu_quota()
+    if quota is not None and quota < cores:
+        # A step that uses up the limit with one thread more stands still until the next period.
+        return max(1, int(quota)), f"of {cores} cores: the control group's limit is the time of {quota:g}"
+    return cores, "the cores that this process may use"
 
 
 def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

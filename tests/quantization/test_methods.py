@@ -175,9 +175,9 @@ def dense_fp32(dtype, bits):
     with torch.no_grad():
         for (_, to), (_, value) in zip(model.named_parameters(), source.named_parameters(), strict=True):
             to.copy_(value)
-        for layer, _ in linear_layers(model):
+        for layer, names in linear_layers(model):
             if bits:
-                rounded = dequantise(quantise(layer.weight.to(dtype), bits))
+                rounded = dequantise(quantise(layer.weight.to(dtype), 8 if names == ["lm_head"] else bits))
                 layer.weight = torch.nn.Parameter(rounded, requires_grad=False)  # the tied embedding is not rounded
     model.finish()
     return model
@@ -204,7 +204,7 @@ def test_the_engine_says_what_it_chose(dense_copy):
         chosen = {d.field: d for d in llm.decisions}
         assert chosen["model.quantization"].value == "int4"
         assert chosen["model.linear"].value == ("dual" if dense_copy else "packed")
-        assert "17 in 4 bits" in chosen["model.linear"].reason
+        assert "16 in 4 bits and 1 in 8 bits" in chosen["model.linear"].reason
         out = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         assert len(out[0].outputs[0].token_ids) == 4
 
