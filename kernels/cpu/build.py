@@ -72,7 +72,7 @@ def key(compiler: str, name: str) -> str:
     stat = found.stat()
     parts = [str(found), str(stat.st_size), str(stat.st_mtime_ns), *FLAGS, platform.machine(), processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for source in [SOURCES / "attention.cpp", *sorted(SOURCES.glob("*.h"))]:
+    for source in [SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -38,6 +38,8 @@ def _library() -> ctypes.CDLL:
     lib.minivllm_packed_bytes.argtypes = [number] * 3
     lib.minivllm_pack.argtypes = [*[pointer] * 3, *[number] * 3, pointer]
     lib.minivllm_linear.argtypes = [*[pointer] * 3, *[number] * 4, pointer, number]
+    lib.minivllm_unpack.argtypes = [pointer] * 3 + [number]
+    lib.minivllm_unpack.restype = None
     lib.minivllm_packed_bytes.restype = lib.minivllm_best_path.restype = number
     lib.minivllm_pack.restype = lib.minivllm_linear.restype = None
     return lib
@@ -72,6 +74,12 @@ class PackedMatrix:
         self._matrix = _Matrix(self.data.data_ptr(), bias_at, self.n_out, self.n_in, self.bits)
         self._address = ctypes.addressof(self._matrix)
         self._linear, self._parallel, self._best = lib.minivllm_linear, build.torch_parallel(), lib.minivllm_best_path()
+
+    def dense(self) -> Tensor:
+        """bf16 [n_out, n_in], each weight rounded once."""
+        weight = torch.empty((self.n_out, self.n_in), dtype=torch.bfloat16)
+        _library().minivllm_unpack(self._address, weight.data_ptr(), self._parallel, torch.get_num_threads())
+        return weight
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, path: int | None = None) -> Tensor:
         """x [T, n_in] in bf16 or fp32 -> [T, n_out] in out_dtype (bf16 or fp32; x's).

@@ -288,6 +288,36 @@ void prepare_group(Call& call, int64_t i) {
   p.sums[i] = sum;
 }
 
+// The matrix as bf16 [outputs, inputs], each weight rounded once.
+struct Unpacking {
+  const uint8_t* weight;
+  uint16_t* to;
+  int64_t outputs, groups, bits, blocks;
+  std::atomic<int64_t> next{0};
+};
+
+template <int bits>
+void unpack_block(const Unpacking& u, int64_t b) {
+  alignas(64) float w[N * K];
+  for (int64_t g = 0; g < u.groups; g++) {
+    const uint8_t* block = u.weight + (b * u.groups + g) * block_bytes(bits);
+    expand_portable<bits>(block, w);
+    for (int64_t n = 0; n < std::min(N, u.outputs - b * N); n++) {
+      const float scale = from_half(block + codes_bytes(bits) + 2 * n);
+      const float minimum = bits == 4 ? from_half(block + codes_bytes(bits) + 2 * (N + n)) : 0.f;
+      uint16_t* row = u.to + ((b * N + n) * u.groups + g) * K;
+      for (int64_t v = 0; v < K / 4; v++)
+        for (int64_t i = 0; i < 4; i++) row[4 * v + i] = to_bf16(scale * w[64 * v + 4 * n + i] + minimum);
+    }
+  }
+}
+
+void unpack(void* data) {
+  Unpacking& u = *static_cast<Unpacking*>(data);
+  for (int64_t b; (b = u.next.fetch_add(1, std::memory_order_relaxed)) < u.blocks;)
+    u.bits == 4 ? unpack_block<4>(u, b) : unpack_block<8>(u, b);
+}
+
 void prepare(void* data) {
   Call& call = *static_cast<Call*>(data);
   call.each(call.in.tokens * call.in.groups, [&](int64_t i) { prepare_group(call, i); });
@@ -349,6 +379,14 @@ int64_t minivllm_best_path() {
 #else
   return kPortable;
 #endif
+}
+
+// to: bf16 [outputs][inputs].
+void minivllm_unpack(const minivllm_matrix* matrix, uint16_t* to, minivllm_parallel parallel, int64_t num_threads) {
+  const int64_t groups = matrix->inputs / K;
+  Unpacking u{matrix->weight, to, matrix->outputs, groups, matrix->bits, (matrix->outputs + N - 1) / N};
+  if (parallel == nullptr || num_threads == 1) unpack(&u);
+  else parallel(unpack, &u, num_threads, 0);
 }
 
 // y [tokens, outputs] = x [tokens, inputs] W^T + bias; each of x and y dense, bf16 or fp32.

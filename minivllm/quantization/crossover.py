@@ -12,9 +12,9 @@ from torch import nn
 from minivllm.quantization.packed import NEVER
 
 TOKENS = (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-TRIES = 3
-MAX_SECONDS = 0.5
-MAX_WEIGHTS = 60_000_000  # in the sample: more than any cache's share, small enough to be quick
+TRIES = 2
+MAX_SECONDS = 0.3
+MAX_WEIGHTS = 45_000_000  # in the sample: more than the caches hold, few enough to be quick
 
 
 class Crossover(NamedTuple):

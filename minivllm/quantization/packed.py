@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from minivllm.kernels.cpu.linear import PackedMatrix
 from minivllm.layers.linear import QuantMethod, empty_parameter
-from minivllm.quantization.formats import GROUP, Packed, dequantise, quantise
+from minivllm.quantization.formats import GROUP, Packed, quantise
 
 NEVER = 1 << 62
 
@@ -33,7 +33,7 @@ class Limit:
 class QuantisedAtLoad:
     """The checkpoint's matrix, rounded to `bits` when it has been loaded; then the dense one is dropped or packed too.
 
-    dense: the method of the copy for many tokens, or None.
+    dense: the method of the bf16 copy for many tokens, or None.
     """
 
     def __init__(self, bits: int, dense: QuantMethod | None = None, limit: Limit | None = None):
@@ -43,18 +43,18 @@ class QuantisedAtLoad:
         layer.weight = empty_parameter(n_out, n_in, dtype=dtype)
 
     def finish(self, layer: nn.Module) -> None:
-        self._keep(layer, quantise(layer.weight.data, self.bits), layer.weight.dtype)
+        self._keep(layer, quantise(layer.weight.data, self.bits))
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         if x.shape[0] >= self.limit.tokens:
             return self.dense.apply(layer, x)
         return layer.matrix(x, layer.output_dtype)
 
-    def _keep(self, layer: nn.Module, packed: Packed, dtype: torch.dtype) -> None:
+    def _keep(self, layer: nn.Module, packed: Packed) -> None:
         layer.matrix = PackedMatrix(*packed, bias=layer.bias)
         layer.weight = None
         if self.dense is not None:
-            layer.weight = nn.Parameter(dequantise(packed).to(dtype), requires_grad=False)
+            layer.weight = nn.Parameter(layer.matrix.dense(), requires_grad=False)
             self.dense.finish(layer)
 
 
@@ -62,7 +62,6 @@ class KeptPacked(QuantisedAtLoad):
     """The checkpoint's own codes: nothing is rounded. The loader fills `codes`, `scales` and `minima`, row for row."""
 
     def create(self, layer: nn.Module, n_in: int, n_out: int, dtype: torch.dtype) -> None:
-        layer.dtype = dtype
         codes = torch.uint8 if self.bits == 4 else torch.int8
         layer.codes = empty_parameter(n_out, n_in * self.bits // 8, dtype=codes)
         layer.scales = empty_parameter(n_out, n_in // GROUP, dtype=torch.float16)
@@ -70,6 +69,5 @@ class KeptPacked(QuantisedAtLoad):
         layer.weight = None
 
     def finish(self, layer: nn.Module) -> None:
-        packed = Packed(layer.codes.data, layer.scales.data, layer.minima.data if self.bits == 4 else None)
-        self._keep(layer, packed, layer.dtype)
+        self._keep(layer, Packed(layer.codes.data, layer.scales.data, layer.minima.data if self.bits == 4 else None))
         layer.codes = layer.scales = layer.minima = None

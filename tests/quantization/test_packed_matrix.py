@@ -80,6 +80,13 @@ def test_a_number_that_is_none_stays_none(bad, path):
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_dense_copy_is_the_dequantised_matrix_rounded(shape, bits):
+    matrix, _, w, _ = case(*shape, 1, bits, torch.bfloat16)
+    assert torch.equal(matrix.dense(), w.bfloat16())
+
+
 def test_zeros_give_zeros():
     matrix, _, _, _ = case(40, 64, 3, 8, torch.bfloat16)
     assert not matrix(torch.zeros(3, 64).bfloat16()).any()
