@@ -5,7 +5,7 @@ processor's cache, as in an engine. Blocks are laid out as a running engine leav
 a request in turn (`--blocks scattered` draws them at random, the worst case). Backends alternate step by step. Each
 layer is timed by itself, so that the median is not moved by the few that a busy machine interrupts.
 
-    python bench/attention.py --decode 1x200 8x200 32x200 64x500 --prefill 1x128 4x512
+    python bench/attention.py --backends cpu sdpa --decode 1x200 8x200 32x200 64x500 --prefill 1x256 1x1000
 """
 
 from __future__ import annotations

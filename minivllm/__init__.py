@@ -13,15 +13,17 @@ _EXPORTS = {
     "AsyncLLM": "minivllm.engine.async_llm",
     "BeamSearchParams": "minivllm.engine.beam",
     "EngineConfig": "minivllm.config",
+    "LoRARequest": "minivllm.lora.request",
     "SamplingParams": "minivllm.request",
 }
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "LoRARequest", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig
     from minivllm.engine.async_llm import AsyncLLM
     from minivllm.engine.beam import BeamSearchParams
     from minivllm.engine.llm import LLM
+    from minivllm.lora.request import LoRARequest
     from minivllm.request import SamplingParams
 
 

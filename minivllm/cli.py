@@ -36,6 +36,9 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "kv.hash_seed": "fixes the key of the prefix hash; by default it is random",
     "executor.num_threads": "threads of the CPU backend; by default the cores that this process may use",
     "debug.check": "assert every invariant after each step",
+    "lora.max_loras": "different LoRA adapters in a step at most",
+    "lora.max_rank": "the highest rank of a LoRA adapter",
+    "lora.max_cpu_loras": "LoRA adapters in host memory at most",
     "scheduler.max_num_seqs": "requests in a step at most",
     "scheduler.max_num_batched_tokens": "tokens in a step at most",
 }

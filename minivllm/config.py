@@ -67,6 +67,14 @@ class ExecutorConfig(Section):
     num_threads: int | None = None  # of the CPU backend; None: the cores that this process may use
 
 
+class LoRAConfig(Section):
+    enabled: bool = False
+    max_loras: int = 8  # slots: different adapters in a step at most
+    max_rank: int = 64  # of an adapter
+    max_cpu_loras: int = 32  # adapters in host memory
+    adapters: dict[str, str] = {}  # name -> folder, loaded at start
+
+
 class DebugConfig(Section):
     preempt_every: int = 0
     evict_all: bool = False
@@ -80,6 +88,7 @@ class EngineConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    lora: LoRAConfig = LoRAConfig()
     debug: DebugConfig = DebugConfig()
 
     @classmethod
@@ -230,6 +239,9 @@ def check_options(config: EngineConfig) -> None:
         ("scheduler.max_num_batched_tokens", 1, None),
         ("model.max_model_len", 2, None),
         ("executor.num_threads", 1, None),
+        ("lora.max_loras", 1, None),
+        ("lora.max_rank", 1, 256),
+        ("lora.max_cpu_loras", 1, None),
         ("debug.preempt_every", 0, None),
     ):
         value = config.get(field_)
@@ -237,6 +249,11 @@ def check_options(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{field_} must be at least {low:g}{f' and at most {high:g}' if high else ''}, got {value}"
             )
+    lora = config.lora
+    if lora.max_cpu_loras < len(lora.adapters):
+        raise ConfigError(f"lora.adapters names {len(lora.adapters)}, lora.max_cpu_loras admits {lora.max_cpu_loras}")
+    if lora.adapters and not lora.enabled:
+        raise ConfigError("lora.adapters needs lora.enabled=true")
     chosen = {feature.name: config.get(feature.field) for feature in FEATURES}
     for conflict in CONFLICTS:
         (a, x), (b, y) = conflict.first, conflict.second
@@ -265,6 +282,10 @@ VLLM_NAMES: dict[str, str] = {
     "enable_chunked_prefill": "scheduler.chunked_prefill",
     "scheduling_policy": "scheduler.policy",
     "attention_backend": "runner.attention",
+    "enable_lora": "lora.enabled",
+    "max_loras": "lora.max_loras",
+    "max_lora_rank": "lora.max_rank",
+    "max_cpu_loras": "lora.max_cpu_loras",
 }
 
 

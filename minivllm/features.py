@@ -253,6 +253,15 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "lora",
+        "lora.enabled",
+        (False, True),
+        False,
+        "LoRA adapters, several in one batch, loaded and unloaded at run time (PEFT's format)",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
         "preempt_every",
         "debug.preempt_every",
         (0, 3),

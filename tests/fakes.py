@@ -7,6 +7,7 @@ FakeWorker is a model whose next token is a hash of all tokens before it, read b
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,17 +27,18 @@ NUM_HOST_BLOCKS = 12  # few, so that the host is full at times
 COSTS = {"seconds_per_token": 1e-3, "seconds_per_block": 1e-3}  # what is worth moving: more than half a block of 4
 
 
-def next_token(tokens: list[int], positions: list[int] | None = None) -> int:
-    """The fake model. Correct positions are 0, 1, 2 ..."""
+def next_token(tokens: list[int], positions: list[int] | None = None, adapters: Sequence[int] = ()) -> int:
+    """The fake model. Correct positions are 0, 1, 2 ... adapters: by whose weights each token's K and V were made."""
     payload = np.array([tokens, positions or range(len(tokens))], np.int64).tobytes()
+    payload += bytes(adapters) if any(adapters) else b""
     return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little") % VOCAB
 
 
-def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9) -> list[int]:
+def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9, adapter: str = "") -> list[int]:
     """What the fake model answers to one request alone, with no engine in between."""
     tokens = list(prompt)
     while True:
-        token = next_token(tokens)
+        token = next_token(tokens, adapters=[len(adapter)] * len(tokens))
         tokens.append(token)
         num_output = len(tokens) - len(prompt)
         stopped = num_output >= params.min_tokens and token in (*params.eos_token_ids, *params.stop_token_ids)
@@ -45,19 +47,23 @@ def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9
 
 
 class FakeWorker:
-    def __init__(self, sizes: InputSizes, inputs: str = "persistent", padding: int = 2):
+    def __init__(self, sizes: InputSizes, inputs: str = "persistent", padding: int = 2, max_loras: int = 0):
         self.sizes = sizes
         self.inputs = INPUT_BUILDERS.get(inputs)(sizes)
         self.rows = Rows(sizes.max_rows)
+        self.max_loras = max_loras
         self.padding = padding  # dummy token rows in each batch
         num_slots = (sizes.spare_block + 1) * sizes.block_size
-        self.kv = np.full((2, num_slots), -1, np.int64)  # token id and position of each slot
-        self.host = np.full((2, NUM_HOST_BLOCKS * sizes.block_size), -1, np.int64)
+        self.adapter_of = np.zeros(sizes.max_rows, np.int64)  # row -> adapter, which is the length of its name
+        self.kv = np.full((3, num_slots), -1, np.int64)  # token id, position and adapter of each slot
+        self.host = np.full((3, NUM_HOST_BLOCKS * sizes.block_size), -1, np.int64)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         for req_id in plan.leaves:
             self.rows.leave(req_id)
-        self.inputs.apply(plan, [self.rows.join(join.req_id) for join in plan.joins])
+        rows = [self.rows.join(join.req_id) for join in plan.joins]
+        self.adapter_of[rows] = [len(join.adapter) for join in plan.joins]
+        self.inputs.apply(plan, rows)
         self._move(self.kv, self.host, plan.swap_out)
         self._move(self.host, self.kv, plan.swap_in)
         self._move(self.kv, self.kv, plan.copies)
@@ -65,7 +71,10 @@ class FakeWorker:
             return StepOutput()
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens + self.padding))
         assert len(np.unique(batch.slot_mapping[: batch.num_tokens])) == batch.num_tokens, "two tokens share a slot"
-        self.kv[:, batch.slot_mapping] = batch.token_ids, batch.positions
+        adapters = np.repeat(self.adapter_of[batch.rows], np.diff(batch.query_start))
+        assert len(set(adapters[adapters > 0])) <= self.max_loras, "more adapters in a step than slots"
+        adapters = np.pad(adapters, (0, self.padding))
+        self.kv[:, batch.slot_mapping] = batch.token_ids, batch.positions, adapters
         tokens = [self._sample(batch, r) for r in batch.sample_requests.tolist()]
         for r, at in zip(batch.sample_requests.tolist(), batch.sample_tokens.tolist(), strict=True):
             assert at == batch.query_start[r + 1] - 1
@@ -82,8 +91,8 @@ class FakeWorker:
         block_size = self.sizes.block_size
         at = np.arange(batch.seq_lens[r])
         slots = batch.block_tables[r, at // block_size].astype(np.int64) * block_size + at % block_size
-        tokens, positions = self.kv[:, slots]
-        return next_token(tokens.tolist(), positions.tolist())
+        tokens, positions, adapters = self.kv[:, slots]
+        return next_token(tokens.tolist(), positions.tolist(), adapters.tolist())
 
 
 class FakeEngine:
@@ -101,16 +110,26 @@ class FakeEngine:
         )
         self.scheduler = build_scheduler(config, self.kv, limits)
         sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)
-        self.worker = FakeWorker(sizes, config.runner.inputs)
+        max_loras = config.lora.max_loras if config.lora.enabled else 0
+        self.worker = FakeWorker(sizes, config.runner.inputs, max_loras=max_loras)
         self.now = 0.0
         self.core = EngineCore(self.scheduler, UniExecutor(lambda: self.worker), clock=lambda: self.now, check=True)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
 
-    def add(self, req_id: str, prompt: list[int], priority: int = 0, cache_salt: str = "", group: str = "", **params):
+    def add(
+        self,
+        req_id: str,
+        prompt: list[int],
+        priority: int = 0,
+        cache_salt: str = "",
+        group: str = "",
+        adapter: str = "",
+        **params,
+    ):
         """The request's SamplingParams."""
         params = SamplingParams(temperature=0.0, eos_token_ids=(EOS,), **params)
-        self.core.add(EngineRequest(req_id, prompt, params, self.now, priority, "", cache_salt, group))
+        self.core.add(EngineRequest(req_id, prompt, params, self.now, priority, adapter, cache_salt, group))
         self.tokens[req_id] = []
         return params
 

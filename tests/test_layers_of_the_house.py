@@ -34,6 +34,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("loading",),
     ("sampling",),
+    ("lora",),
     ("runner",),
     ("executor",),
     ("engine",),
@@ -53,6 +54,7 @@ CONTROL_PLANE = (
     *("minivllm.config", "minivllm.features", "minivllm.request", "minivllm.plan", "minivllm.trace"),
     *("minivllm.kv.manager", "minivllm.kv.prefix", "minivllm.kv.prefix_hash"),
     *("minivllm.scheduler.policy", "minivllm.scheduler.unified", "minivllm.engine.core"),
+    *("minivllm.lora.table", "minivllm.lora.scheduling"),
 )
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "starlette", "pydantic")
 MAX_IMPORT_SECONDS = 0.15

@@ -51,6 +51,13 @@ def obstacle(name: str = "attention") -> str | None:
     return None
 
 
+def isa() -> str:
+    """The instructions that the library was compiled for. Raises Unbuildable."""
+    name = library().minivllm_isa
+    name.restype = ctypes.c_char_p
+    return name().decode()
+
+
 def path(name: str) -> Path:
     """The shared library, compiled if need be."""
     from minivllm.loading.cache import Cache, default_cache_dir

@@ -52,7 +52,6 @@ SIGNATURES = {
     "minivllm_plan": (c_void_p, [c_void_p, c_void_p, c_int, c_void_p]),
     "minivllm_plan_free": (None, [c_void_p]),
     "minivllm_attend": (None, [c_void_p, c_int, ctypes.POINTER(_Tensors), c_void_p, c_int]),
-    "minivllm_isa": (ctypes.c_char_p, []),
 }
 
 

@@ -14,15 +14,19 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from minivllm.engine.frontend import EngineHandle, OutputKind, Prompt
+from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
 from minivllm.engine.output import RequestOutput
 from minivllm.errors import BadRequest, EngineDead
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
 from minivllm.request import EngineRequest, SamplingParams
 
 logger = logging.getLogger("minivllm")
+
+T = TypeVar("T")
 
 
 class AsyncLLM(EngineHandle):
@@ -31,6 +35,7 @@ class AsyncLLM(EngineHandle):
     def _start(self) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._asked: set[asyncio.Future] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="minivllm-step", daemon=True)
@@ -47,6 +52,7 @@ class AsyncLLM(EngineHandle):
         priority: int = 0,
         cache_salt: str = "",
         output_kind: OutputKind = "cumulative",
+        lora_request: Asked = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come; the last one has finished=True. Leaving the iterator early aborts the request.
 
@@ -57,7 +63,9 @@ class AsyncLLM(EngineHandle):
             raise BadRequest(f'request id "{request_id}" is in use', "request_id")
         self._loop = asyncio.get_running_loop()
         self._check_alive()
-        requests = self._front.requests(prompt, params, request_id, output_kind, priority, cache_salt)
+        is_new = isinstance(lora_request, LoRARequest)  # a name needs no step thread: it is looked up on arrival
+        adapter = await self._ask(self._name_of, lora_request) if is_new else self._name_of(lora_request)
+        requests = self._front.requests(prompt, params, request_id, output_kind, priority, cache_salt, adapter)
         stream = self._streams[request_id] = asyncio.Queue()
         finished = False
         try:
@@ -83,6 +91,14 @@ class AsyncLLM(EngineHandle):
             if output is not None:
                 stream.put_nowait(output)
 
+    async def load_lora(self, name: str, path: str) -> Adapter:
+        """Load an adapter (PEFT's folder) between two steps, to be named by requests. Raises AdapterError."""
+        return await self._ask(self._adapters.load, name, path)
+
+    async def unload_lora(self, name: str) -> None:
+        """New requests cannot name it from now on; those that live keep it. Raises UnknownAdapter."""
+        await self._ask(self._adapters.unload, name)
+
     @property
     def is_running(self) -> bool:
         return self._dead is None and self._thread.is_alive()
@@ -96,6 +112,18 @@ class AsyncLLM(EngineHandle):
         if self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join()
+
+    async def _ask(self, function: Callable[..., T], *args: Any) -> T:
+        """function(*args), run by the step thread between two steps."""
+        self._loop = asyncio.get_running_loop()
+        self._check_alive()
+        answer = self._loop.create_future()
+        self._asked.add(answer)
+        self._inbox.put(lambda: self._answer(answer, function, *args))
+        try:
+            return await answer
+        finally:
+            self._asked.discard(answer)
 
     def _check_alive(self) -> None:
         if not self.is_running:
@@ -120,6 +148,8 @@ class AsyncLLM(EngineHandle):
     def _fail_all(self, error: Exception) -> None:
         for stream in self._streams.values():
             stream.put_nowait(error)
+        for answer in self._asked:
+            _settle(answer, None, error)
 
     # --- the step thread's side
 
@@ -153,6 +183,22 @@ class AsyncLLM(EngineHandle):
         except BadRequest as error:  # the front end checks the same bounds; this is for what it cannot know
             self._post(self._refuse, request_id, error)
 
+    def _answer(self, answer: asyncio.Future, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            result, error = function(*args), None
+        except Exception as failure:
+            result, error = None, failure
+        self._post(_settle, answer, result, error)
+
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
+
+
+def _settle(answer: asyncio.Future, result: Any, error: Exception | None) -> None:
+    if answer.done():  # whoever asked has gone
+        return
+    if error is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(error)

@@ -16,6 +16,8 @@ from minivllm.errors import ConfigError
 from minivllm.kv.base import KVManager
 from minivllm.kv.contiguous import ContiguousKVManager, Reservation, reserve_max, reserve_oracle, reserve_pow2
 from minivllm.kv.manager import PagedKVManager
+from minivllm.lora.scheduling import AdapterLimit, AdapterUse
+from minivllm.lora.table import AdapterTable, NoAdapters
 from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits, Scheduler
 from minivllm.scheduler.inject import Injector
@@ -35,6 +37,7 @@ class Engine:
     model_name: str
     tokenizer_dir: Any  # pathlib.Path
     info: dict[str, Any]
+    adapters: AdapterTable | NoAdapters
 
     @property
     def executor(self):
@@ -55,10 +58,25 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         kv_capacity=kv.capacity,
     )
     scheduler = build_scheduler(config, kv, limits)
+    adapters: AdapterTable | NoAdapters = NoAdapters()
+    if config.lora.enabled:
+        adapters = AdapterTable(executor.call, config.lora.max_cpu_loras)
+        scheduler = AdapterUse(scheduler, adapters)
+        for name, path in config.lora.adapters.items():
+            adapters.load(name, path)
     core = EngineCore(scheduler, executor, observers, check=config.debug.check)
     for observer in observers:
         observer.on_start(config.flat(), facts.info)
-    return Engine(config, core, facts.decisions, facts.max_model_len, facts.model_name, facts.tokenizer_dir, facts.info)
+    return Engine(
+        config=config,
+        core=core,
+        decisions=facts.decisions,
+        max_model_len=facts.max_model_len,
+        model_name=facts.model_name,
+        tokenizer_dir=facts.tokenizer_dir,
+        info=facts.info,
+        adapters=adapters,
+    )
 
 
 def _fit_length(config: EngineConfig, max_model_len: int, kv: KVManager, decisions: list[Decision]) -> int:
@@ -126,7 +144,8 @@ def build_oracle(config: EngineConfig, sizes: KVSizes) -> ContiguousKVManager:
 def build_admission(config: EngineConfig, limits: Limits) -> Admission:
     options = {"block_size": config.kv.block_size, "max_model_len": limits.max_model_len}
     wanted = {"peak": options}.get(config.scheduler.admission, {})
-    return features.ADMISSIONS.get(config.scheduler.admission)(**wanted)
+    admission = features.ADMISSIONS.get(config.scheduler.admission)(**wanted)
+    return AdapterLimit(admission, config.lora.max_loras) if config.lora.enabled else admission
 
 
 def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> Scheduler:

@@ -17,12 +17,15 @@ from minivllm.engine.output import OutputProcessor, RequestOutput
 from minivllm.engine.prepare import child_ids, children, prepare
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
 from minivllm.request import EngineRequest, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 OutputKind = Literal["cumulative", "delta", "final"]
 Messages = Sequence[Mapping[str, Any]]
+Asked = LoRARequest | str | None  # an adapter: to be loaded if need be, or the name of one that is loaded
 
 
 def make_config(
@@ -57,6 +60,7 @@ class EngineHandle:
         self.model_name = engine.model_name
         self.info = engine.info
         self._core = engine.core
+        self._adapters = engine.adapters
         self._front = FrontEnd(engine)
         self.tokenizer = self._front.tokenizer
         self._start()
@@ -67,6 +71,16 @@ class EngineHandle:
     @property
     def stats(self) -> EngineStats:
         return self._core.stats
+
+    def list_loras(self) -> list[Adapter]:
+        """The LoRA adapters that requests may name, oldest first."""
+        return list(self._adapters.loaded.values())
+
+    def _name_of(self, asked: Asked) -> str:
+        """The adapter's name, "" for none; a LoRARequest's is loaded now, which belongs to the thread that steps."""
+        if isinstance(asked, LoRARequest):
+            return self._adapters.ensure(asked)
+        return self._adapters.find(asked).name if asked else ""
 
 
 class FrontEnd:
@@ -105,8 +119,12 @@ class FrontEnd:
         kind: OutputKind,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> list[EngineRequest]:
-        """The engine requests of one prompt (params.n of them), with their outputs expected from now on."""
+        """The engine requests of one prompt (params.n of them), with their outputs expected from now on.
+
+        adapter: the name of a LoRA adapter; the engine core refuses one that is not loaded when the request arrives.
+        """
         text, token_ids = self.tokenize(prompt)
         resolved = self.prepare(params, token_ids)
         now = time.monotonic()
@@ -115,7 +133,7 @@ class FrontEnd:
         group = request_id if len(each) > 1 else ""
         self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
         return [
-            EngineRequest(req_id, token_ids, child, now, priority, cache_salt=cache_salt, group=group)
+            EngineRequest(req_id, token_ids, child, now, priority, adapter, cache_salt, group)
             for req_id, child in zip(ids, each, strict=True)
         ]
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from minivllm.engine.beam import BeamSearch, BeamSearchParams, search
 from minivllm.engine.client import InprocClient
-from minivllm.engine.frontend import EngineHandle, Messages, Prompt
+from minivllm.engine.frontend import Asked, EngineHandle, Messages, Prompt
 from minivllm.engine.output import CompletionOutput, RequestOutput
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
+from minivllm.lora.table import Adapter
 from minivllm.plan import PositionLogprobs
 from minivllm.request import SamplingParams
 
@@ -30,19 +31,23 @@ class LLM(EngineHandle):
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: Asked | Sequence[Asked] = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts.
 
+        lora_request: the adapter of all prompts or of each, as a LoRARequest (loaded if it is not) or a loaded name.
         Raises BadRequest before anything runs if one prompt or its parameters cannot be served.
         """
         prompts = _as_list(prompts)
         each = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
         priorities = _one_each("priority", priority or 0, len(prompts))
+        loras = _one_each("lora_request", lora_request, len(prompts))
         ids: list[str] = []
         try:
-            for prompt, params, prio in zip(prompts, each, priorities, strict=True):
+            for prompt, params, prio, lora in zip(prompts, each, priorities, loras, strict=True):
                 ids.append(str(next(self._ids)))
-                for request in self._front.requests(prompt, params, ids[-1], "final", prio):
+                name = self._name_of(lora)
+                for request in self._front.requests(prompt, params, ids[-1], "final", prio, adapter=name):
                     self._client.add(request)
             outputs = self._run(len(prompts), use_tqdm)
         except BaseException:  # an error, or Ctrl-C: leave nothing running behind
@@ -59,6 +64,7 @@ class LLM(EngineHandle):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Asked | Sequence[Asked] = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -71,10 +77,15 @@ class LLM(EngineHandle):
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+        lora_request: Asked = None,
     ) -> list[RequestOutput]:
         """The beam_width best completions of each prompt, best first (engine/beam.py has the rules).
 
@@ -91,7 +102,8 @@ class LLM(EngineHandle):
             searches.append(BeamSearch(params, token_ids, eos, prepared.max_tokens))
 
         def ask(contexts: list[list[int]]) -> list[PositionLogprobs]:
-            outputs = self.generate(contexts, params.step.replace(detokenize=False), use_tqdm=False)
+            step = params.step.replace(detokenize=False)
+            outputs = self.generate(contexts, step, use_tqdm=False, lora_request=lora_request)
             return [_positions(output) for output in outputs]
 
         search(searches, ask)
@@ -104,6 +116,14 @@ class LLM(EngineHandle):
             for i, beam in enumerate(one.finished)
         ]
         return RequestOutput(str(next(self._ids)), text, one.prompt_token_ids, outputs=completions, finished=True)
+
+    def load_lora(self, name: str, path: str) -> Adapter:
+        """Load an adapter (PEFT's folder) to be named by requests. Raises AdapterError."""
+        return self._adapters.load(name, path)
+
+    def unload_lora(self, name: str) -> None:
+        """Raises UnknownAdapter."""
+        self._adapters.unload(name)
 
     def get_tokenizer(self) -> TextTokenizer:
         return self.tokenizer
@@ -154,7 +174,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _one_each(name: str, values: Any, n: int) -> list:
-    if not isinstance(values, Sequence):
+    if isinstance(values, str) or not isinstance(values, Sequence):
         return [values] * n
     if len(values) != n:
         raise BadRequest(f"{n} prompts, but {len(values)} of {name}", name)

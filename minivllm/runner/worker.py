@@ -19,6 +19,7 @@ from minivllm.attention.select import choose as choose_attention
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
+from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.machine import cpu_quota, num_cores
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
@@ -134,7 +135,16 @@ class Worker:
             sampler=Sampler(loaded.spec.vocab_size, max_rows, self.device),
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
+            adapters=self._adapters(model),
         )
+
+    def _adapters(self, model: torch.nn.Module) -> AdapterSlots | NoAdapters:
+        lora = self.config.lora
+        if not lora.enabled:
+            return NoAdapters()
+        slots = AdapterSlots(model, lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs, self.dtype)
+        self._decide("lora.enabled", lora.max_loras, slots.reason)
+        return slots
 
     def _collect(
         self, loaded: LoadedModel, attention: str, spec: KVSpec, sizes: Sizes, load_seconds: float
@@ -181,6 +191,13 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         return self.runner.execute(plan)
+
+    def load_adapter(self, key: str, path: str) -> int:
+        """The adapter's rank. Raises AdapterError."""
+        return self.runner.adapters.load(key, path)
+
+    def drop_adapter(self, key: str) -> None:
+        self.runner.adapters.drop(key)
 
     def _decide(self, field: str, value: Any, reason: str) -> Any:
         shown = str(value).removeprefix("torch.") if not isinstance(value, int) else value

@@ -78,7 +78,7 @@ def as_template_message(message: Message, path: str) -> dict[str, str]:
 
 class ChatShape:
     def __init__(self, id: str, service: Service, body: ChatRequest):
-        self.id, self.model, self.body, self.created = id, service.model, body, now()
+        self.id, self.model, self.body, self.created = id, service.answers_as(body), body, now()
         self.tokenizer = service.engine.tokenizer
         self.prompt_token_ids: list[int] | UnsetType = UNSET  # to go with the next chunk
 

@@ -65,8 +65,8 @@ def test_sliding_windows_and_soft_caps(dtypes, window, soft_cap):
 def test_lengths_around_blocks_chunks_and_pieces(dtypes, length):
     for block_size in (1, 16, 256):
         options = {"dtype": dtypes[0], "kv_dtype": dtypes[1]}
-        right(spec(9, 3, 64), [(length - 1, 1)], block_size, **options)
-        right(spec(9, 3, 64), [(length - min(length, 12), min(length, 12))], block_size, **options)
+        shape = spec(9, 3, 64) if length < 2000 else spec(2, 1)
+        right(shape, [(length - 1, 1), (length - min(length, 12), min(length, 12))], block_size, **options)
 
 
 def test_a_huge_score_does_not_overflow_the_soft_cap():
@@ -94,9 +94,8 @@ def test_layers_of_different_windows_share_a_step():
         torch.testing.assert_close(out.double(), case.expected(), **ATTENTION[case.dtype])
 
 
-def run(case: Case, spans: dict[int, tuple[int, int]]) -> torch.Tensor:
-    backend = CPUAttention([case.spec], case.kv_spec, case.num_blocks + 1, CPU)
-    kv = case.cache(backend)
+def run(case: Case, backend: CPUAttention, kv: torch.Tensor, spans: dict[int, tuple[int, int]]) -> torch.Tensor:
+    kv = kv.clone()
     q, k, v = case.inputs(spans)
     out = torch.full_like(q, torch.nan)
     backend.forward(q, k, v, kv, backend.prepare(case.batch(spans)), case.spec, out)
@@ -106,11 +105,12 @@ def run(case: Case, spans: dict[int, tuple[int, int]]) -> torch.Tensor:
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_neither_the_batch_nor_the_threads_change_a_bit(dtypes, num_threads):
     case = Case(spec(9, 3, 64), MIXED + LONG, dtype=dtypes[0], kv_dtype=dtypes[1])
-    before = torch.get_num_threads()
-    alone = [run(case, {r: span}) for r, span in case.now.items()]
+    backend = CPUAttention([case.spec], case.kv_spec, case.num_blocks + 1, CPU)
+    kv, before = case.cache(backend), torch.get_num_threads()
+    alone = [run(case, backend, kv, {r: span}) for r, span in case.now.items()]
     try:
         torch.set_num_threads(num_threads)
-        together = run(case, case.now)
+        together = run(case, backend, kv, case.now)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together, torch.cat(alone))

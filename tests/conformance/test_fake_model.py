@@ -26,18 +26,19 @@ def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str,
         prompt = shared[: rng.randrange(14)] + [rng.randrange(100) for _ in range(rng.choice((1, 2, 4, 7, 20)))]
         params = {"max_tokens": rng.choice((1, 2, 7, 30)), "min_tokens": rng.choice((0, 0, 1))}
         at, abort, priority = rng.randrange(40), rng.random() < 0.15, rng.randrange(3)
+        adapter = rng.choice(("", "a", "bb", "ccc")) if engine.config.lora.enabled else ""
         group = f"r{i}" if rng.random() < 0.3 and len(prompt) < 14 else ""
         for child in range(3 if group else 1):
-            arrivals.append((at, f"r{i}#{child}", prompt, params, abort, priority, group))
+            arrivals.append((at, f"r{i}#{child}", prompt, params, abort, priority, group, adapter))
     aborts = []
     for step in range(2000):
-        for _, req_id, prompt, params, abort, priority, group in (a for a in arrivals if a[0] == step):
+        for _, req_id, prompt, params, abort, priority, group, adapter in (a for a in arrivals if a[0] == step):
             try:
-                sampling = engine.add(req_id, prompt, priority=priority, group=group, **params)
+                sampling = engine.add(req_id, prompt, priority=priority, group=group, adapter=adapter, **params)
             except NeverFits:
                 assert group and num_blocks_of(engine) < 100, "only a group may be too large, and only for a small pool"
                 continue
-            wanted[req_id] = oracle(prompt, sampling, engine.max_model_len)
+            wanted[req_id] = oracle(prompt, sampling, engine.max_model_len, adapter)
             if abort:
                 aborts.append((step + rng.randrange(6), req_id))
         for _, req_id in [a for a in aborts if a[0] == step]:
@@ -58,6 +59,7 @@ def num_blocks_of(engine: FakeEngine) -> int:
 
 
 def assert_conforms(num_blocks: int, config: dict, seed: int = 0) -> None:
+    config = {"lora.max_loras": 2, **config}  # fewer than the workload has adapters, where it has any
     engine = FakeEngine(num_blocks, max_model_len=min(80, num_blocks * config.get("kv.block_size", 4)), **config)
     wanted = workload(engine, seed)
     assert {req_id: engine.tokens[req_id] for req_id in wanted} == wanted
