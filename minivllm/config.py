@@ -27,6 +27,8 @@ class ModelConfig(Section):
     tokenizer: str | None = None  # a folder or Hub id; None: the model's own
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"  # see features.py
+    dense_copy: bool = True  # beside packed weights, one in bf16 for steps of many tokens
     max_model_len: int | None = None  # longest prompt + output, in tokens; None: what the model and the KV pool allow
     seed: int = 0  # of dummy weights and of requests that bring no seed
 
@@ -296,6 +298,7 @@ VLLM_NAMES: dict[str, str] = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "dtype": "model.dtype",
+    "quantization": "model.quantization",
     "device": "model.device",
     "seed": "model.seed",
     "max_model_len": "model.max_model_len",

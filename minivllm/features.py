@@ -247,6 +247,27 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "quantization",
+        "model.quantization",
+        ("auto", "none", "int8", "int4"),
+        "auto",
+        "how linear layers keep their weights on a CPU: auto keeps those that a GGUF file has in 4 or 8 bits; int8 and "
+        "int4 round any model's when it is loaded; none computes with all of them in the model's dtype",
+        chapter="15",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "dense_copy",
+        "model.dense_copy",
+        (True, False),
+        True,
+        "keep, beside weights in 4 or 8 bits, a copy in bf16 for steps of many tokens: faster prefill, more memory",
+        chapter="15",
+        workload="fixed",
+        metric="ttft_p50",
+    ),
+    Feature(
         "forward",
         "runner.forward",
         FORWARDS.names(),
@@ -373,6 +394,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         for axis, options, keeps, why in (
             ("prefix", PREFIX_INDEXES.names(), "none", "keeps a cache for each request: no request finds another's"),
             ("kv_dtype", ("auto", "int8"), "auto", "keeps K and V in the model's dtype"),
+            ("quantization", ("none", "int8", "int4"), "none", "computes with all weights in the model's dtype"),
+            ("dense_copy", (True, False), True, "has no packed weights beside which there could be a copy"),
             ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
             ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from minivllm import features
+from minivllm import features, waiting
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
 from minivllm.engine.vocabulary import load_vocabulary
@@ -182,6 +182,7 @@ def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits, lookahe
 
 def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Worker:
     """The data plane of one device, in whichever process it shall live. kind: an executor's own sort of worker."""
+    settled = waiting.settle()  # before torch
     from minivllm.runner.worker import Parts, Worker
 
     parts = Parts(
@@ -192,7 +193,10 @@ def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Work
         make_proposer=features.PROPOSERS.get(config.spec_decode.method),
         make_acceptance=features.ACCEPTANCES.get(config.spec_decode.acceptance),
     )
-    return (kind or Worker)(config, parts)
+    worker = (kind or Worker)(config, parts)
+    if worker.device.type == "cpu":
+        worker.decisions.append(settled)
+    return worker
 
 
 def build_grammars(config: EngineConfig, tokenizer_dir: Path, vocab_size: int) -> GrammarCompiler:

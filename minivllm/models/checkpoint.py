@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minivllm.errors import ModelError
 
-KINDS = ("weight", "bias")
+KINDS = ("weight", "bias", "codes", "scales", "minima")  # the last three: a weight in 4 or 8 bits
 
 
 @dataclass(frozen=True, slots=True)

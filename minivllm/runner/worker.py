@@ -6,7 +6,6 @@ composition root knows them by name.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
 from minivllm.lora.slots import AdapterSlots, NoAdapters
+from minivllm.machine import cpu_quota, num_cores
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
@@ -99,7 +99,16 @@ class Worker:
 
     def _load(self) -> LoadedModel:
         asked = self.config.model
-        loaded = load_model(asked.path, self.dtype, self.device, seed=asked.seed, tokenizer=asked.tokenizer)
+        loaded = load_model(
+            asked.path,
+            self.dtype,
+            self.device,
+            seed=asked.seed,
+            tokenizer=asked.tokenizer,
+            quantization=asked.quantization,
+            dense_copy=asked.dense_copy,
+        )
+        self._decide("model.quantization", *loaded.quantization)
         self._decide("model.linear", *loaded.linear)
         return loaded
 
@@ -300,10 +309,11 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 def choose_threads(asked: int | None) -> tuple[int, str]:
     if asked is not None:
         return asked, "as configured"
-    try:
-        return len(os.sched_getaffinity(0)), "the cores that this process may use"
-    except AttributeError:  # macOS has no affinity
-        return os.cpu_count() or 1, "the cores of this machine"
+    cores, quota = num_cores(), cpu_quota()
+    if quota is not None and quota < cores:
+        # A step that uses up the limit with one thread more stands still until the next period.
+        return max(1, int(quota)), f"of {cores} cores: the control group's limit is the time of {quota:g}"
+    return cores, "the cores that this process may use"
 
 
 def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

@@ -12,7 +12,8 @@ from minivllm.errors import NeverFits
 from minivllm.features import CONFLICTS, FEATURES
 from minivllm.request import BeamSearchParams
 
-DATA_PLANE = ("attention", "kv_dtype", "forward", "executor", "core", "structured")  # the fake model has its own
+# The fake model has its own.
+DATA_PLANE = ["attention", "kv_dtype", "quantization", "dense_copy", "forward", "executor", "core", "structured"]
 AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
 
 

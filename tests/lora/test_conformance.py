@@ -45,30 +45,37 @@ def generate(folders, overrides, observers=()):
 
 @pytest.fixture(scope="module")
 def wanted_of(folders):
-    """By KV dtype: with as many slots as adapters and inputs made from scratch."""
+    """By KV dtype and by weights: with as many slots as adapters and inputs made from scratch."""
     plain = {"runner.inputs": "rebuild", "kv.num_blocks": 500, "lora.max_loras": 3}
     of_dtype = {"auto": {"runner.attention": "reference"}, "int8": {"runner.attention": "cpu", "kv.dtype": "int8"}}
-    return functools.cache(lambda kv_dtype: generate(folders, {**plain, **of_dtype[kv_dtype]}))
+
+    @functools.cache
+    def wanted(kv_dtype="auto", quantization="none"):
+        return generate(folders, {**plain, **of_dtype[kv_dtype], "model.quantization": quantization})
+
+    return wanted
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_every_option_gives_the_same_tokens_with_adapters(config, folders, wanted_of):
     skip_without_compiler(config)
-    assert generate(folders, config) == wanted_of(config.get("kv.dtype", "auto"))
+    quantization = config.get("model.quantization", "auto")
+    wanted = wanted_of(config.get("kv.dtype", "auto"), "none" if quantization == "auto" else quantization)
+    assert generate(folders, config) == wanted
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_every_chunk_size_gives_the_same_tokens_with_adapters(budget, folders, wanted_of):
-    assert generate(folders, {"scheduler.max_num_batched_tokens": budget}) == wanted_of("auto")
+    assert generate(folders, {"scheduler.max_num_batched_tokens": budget}) == wanted_of()
 
 
 def test_both_ways_to_multiply_give_the_same_tokens(folders, wanted_of, monkeypatch):
     monkeypatch.setattr(layer.cpu_kernel, "obstacle", lambda: "no compiler")
-    assert generate(folders, {}) == wanted_of("auto")
+    assert generate(folders, {}) == wanted_of()
 
 
 def test_a_recorded_run_replays_with_the_adapters_of_its_configuration(folders, tmp_path, wanted_of):
     path = tmp_path / "run.jsonl"
-    assert generate(folders, {}, [trace.TraceRecorder(path)]) == wanted_of("auto")
+    assert generate(folders, {}, [trace.TraceRecorder(path)]) == wanted_of()
     report = trace.replay(path)
     assert report.divergence is None and report.num_tokens == 120
