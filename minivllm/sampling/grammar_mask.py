@@ -1,7 +1,7 @@
 """GrammarMask: the logits of tokens that a request's grammar does not allow become -inf, before anything else.
 
-The grammar of a row follows the row's output, so it is always at the position whose logits come next. Masks of all rows
-are one array of bits; applying it costs a fixed number of tensor operations, however many rows there are.
+The grammar of a row follows the row's output, so it is always at the position whose logits come next. The masks of all
+rows are one array of bits, filled by the grammars and applied in one go.
 
 How it meets other parameters:
 - a token that ends the sequence is allowed exactly where the output is complete; so are the request's stop_token_ids,
@@ -23,10 +23,8 @@ from torch import Tensor
 
 from minivllm.request import SamplingParams
 from minivllm.sampling.processors import NEG_INF
-from minivllm.structured.base import Grammar, unpack
+from minivllm.structured.base import Grammar
 from minivllm.structured.compiler import GrammarCompiler
-
-_LANES = np.arange(32, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -72,12 +70,16 @@ class GrammarMask:
         state.remaining -= 1
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+        return apply_masks(logits, *self.fill(rows))
+
+    def fill(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """-> which of `rows` [S] have a grammar [N] int64, and their masks [N, words] int32."""
         users = [(i, self.states[row]) for i, row in enumerate(rows.tolist()) if row in self.states]
         masks = np.empty((len(users), self.compiler.vocabulary.num_words), np.int32)
         for mask, (_, state) in zip(masks, users, strict=True):
             state.grammar.fill_mask(mask)
             self._end(mask, state)
-        return apply_masks(logits, np.array([i for i, _ in users], np.int64), masks)
+        return np.array([i for i, _ in users], np.int64), masks
 
     def _end(self, mask: np.ndarray, state: _Row) -> None:
         """What min_tokens and stop_token_ids change of a mask, in place."""
@@ -90,53 +92,35 @@ class GrammarMask:
 
 
 def apply_masks_slowly(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
-    """The twin of apply_masks: one comparison for every logit."""
-    allowed = unpack(masks, logits.shape[1])
-    for row, bits in zip(rows.tolist(), allowed, strict=True):
-        logits[row, torch.from_numpy(~bits).to(logits.device)] = NEG_INF
+    """The twin of apply_masks: one token at a time."""
+    for row, mask in zip(rows.tolist(), masks, strict=True):
+        for token in range(logits.shape[1]):
+            if not mask[token >> 5] >> (token & 31) & 1:
+                logits[row, token] = NEG_INF
     return logits
 
 
 def apply_masks(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
-    """logits [S, V], changed in place; rows [N] int64, distinct; masks [N, words] int32.
-
-    Most masks allow either nearly nothing (a comma) or nearly everything (inside a string). So only the rarer kind of
-    token is looked at: a row with few allowed ones is cleared and gets those back, of the others the few forbidden
-    ones are cleared. Rows in between (rare) are written whole.
-    """
-    if not len(rows):
-        return logits
-    vocab_size = logits.shape[1]
-    if spare := 32 * masks.shape[1] - vocab_size:
-        masks[:, -1] &= np.int32((1 << (32 - spare)) - 1)
-    num_allowed = np.bitwise_count(masks.view(np.uint64) if masks.shape[1] % 2 == 0 else masks).sum(1, dtype=np.int64)
-    few = num_allowed * 8 <= vocab_size
-    many = num_allowed * 8 >= 7 * vocab_size
-    if few.any():
-        index = _set_bits(rows[few], masks[few], vocab_size, logits.device)
-        kept = logits[index]
-        if few.sum() == logits.shape[0]:
-            logits.fill_(NEG_INF)
-        else:
-            logits[torch.from_numpy(rows[few]).to(logits.device)] = NEG_INF
-        logits[index] = kept
-    if many.any():
-        logits[_set_bits(rows[many], ~masks[many], vocab_size, logits.device)] = NEG_INF
-    between = ~(few | many)
-    return apply_masks_slowly(logits, rows[between], masks[between]) if between.any() else logits
+    """logits [S, V], changed in place; rows [N] int64, distinct; masks [N, words] int32. Bits beyond V do not count."""
+    if logits.device.type != "cpu":
+        return apply_masks_at_once(logits, rows, masks)
+    # Row by row, so that each is unpacked in the cache: memory is what this takes, and 64 rows of 49,152 are 12.6 MB.
+    table, forbidden = logits.numpy(), ~masks.view(np.uint8)
+    for row, bits in zip(rows.tolist(), forbidden, strict=True):
+        np.putmask(table[row], np.unpackbits(bits, bitorder="little")[: logits.shape[1]].view(bool), NEG_INF)
+    return logits
 
 
-def _set_bits(rows: np.ndarray, masks: np.ndarray, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """-> index tensors (rows [M], tokens [M]) of the bits that are set."""
-    at, words = np.nonzero(masks)
-    bits = (masks[at, words][:, None] >> _LANES) & 1  # [nonzero words, 32]
-    word, lane = np.nonzero(bits)
-    tokens = words[word] * 32 + lane
-    inside = tokens < vocab_size
-    return (
-        torch.from_numpy(rows[at[word[inside]]]).to(device),
-        torch.from_numpy(tokens[inside]).to(device),
-    )
+def apply_masks_at_once(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
+    """The same for a device to which only the bits shall travel."""
+    words = torch.from_numpy(masks).to(logits.device)
+    lanes = torch.arange(32, dtype=torch.int32, device=logits.device)
+    forbidden = (words[:, :, None] >> lanes & 1).flatten(1)[:, : logits.shape[1]] == 0  # [N, V]
+    if len(rows) == len(logits) and (rows == np.arange(len(rows))).all():
+        return logits.masked_fill_(forbidden, NEG_INF)
+    index = torch.from_numpy(rows).to(logits.device)
+    logits[index] = logits[index].masked_fill_(forbidden, NEG_INF)
+    return logits
 
 
 def make_grammar_mask(compiler: GrammarCompiler) -> Callable[[int, int], GrammarMask]:

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from minivllm.request import SamplingParams
-from minivllm.sampling.grammar_mask import GrammarMask, apply_masks, apply_masks_slowly, make_grammar_mask
+from minivllm.sampling.grammar_mask import (
+    GrammarMask,
+    apply_masks,
+    apply_masks_at_once,
+    apply_masks_slowly,
+    make_grammar_mask,
+)
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.sampling.sampler import Sampler
 from minivllm.structured.base import Vocabulary, pack
@@ -36,7 +42,7 @@ def joined(regex: str, output=(), **params) -> GrammarMask:
     return step
 
 
-@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 100, 1000, 49_152])
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 100, 1000])
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0])
 def test_masks_are_applied_as_one_by_one(vocab_size, density):
     rng = np.random.default_rng(vocab_size)
@@ -45,9 +51,10 @@ def test_masks_are_applied_as_one_by_one(vocab_size, density):
         logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
         densities = np.clip(density + rng.choice([0, 0, -0.4, 0.4], len(rows)), 0, 1)
         masks = np.array([pack(rng.random(32 * num_words) < d) for d in densities])  # bits beyond the vocabulary too
-        wanted = apply_masks_slowly(logits.clone(), np.array(rows), masks.copy())
-        assert torch.equal(apply_masks(logits.clone(), np.array(rows), masks.copy()), wanted)
-    assert torch.equal(apply_masks(logits.clone(), np.empty(0, np.int64), np.empty((0, num_words), np.int32)), logits)
+        wanted = apply_masks_slowly(logits.clone(), np.array(rows), masks)
+        for apply in (apply_masks, apply_masks_at_once):
+            assert torch.equal(apply(logits.clone(), np.array(rows), masks), wanted)
+            assert torch.equal(apply(logits.clone(), np.empty(0, np.int64), np.empty((0, num_words), np.int32)), logits)
 
 
 def test_a_row_without_a_grammar_is_left_alone():

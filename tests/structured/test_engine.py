@@ -8,8 +8,8 @@ import re
 
 import jsonschema
 import pytest
-from structured.drive import BACKENDS
-from structured.schemas import SCHEMAS
+from grammar_driver import BACKENDS
+from json_schemas import SCHEMAS
 
 from minivllm import LLM, AsyncLLM, SamplingParams, StructuredParams
 from minivllm.errors import BadRequest, ConfigError

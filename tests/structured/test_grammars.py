@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from structured.drive import BACKENDS, allowed, choose, compiler, draw, vocabulary
+from grammar_driver import BACKENDS, allowed, choose, compiler, draw, vocabulary
 
 from minivllm.engine.vocabulary import make_vocabulary
 from minivllm.errors import BadRequest

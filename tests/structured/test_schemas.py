@@ -7,8 +7,8 @@ import random
 
 import jsonschema
 import pytest
-from structured.drive import BACKENDS, compiler, draw
-from structured.schemas import RECURSION, SCHEMAS, STRICT
+from grammar_driver import BACKENDS, compiler, draw
+from json_schemas import RECURSION, SCHEMAS, STRICT
 
 from minivllm.errors import BadRequest
 from minivllm.structured.params import StructuredParams
