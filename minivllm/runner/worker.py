@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
-from minivllm.runner.inputs import InputSizes, Rows
+from minivllm.runner.inputs import BatchKey, InputSizes, Rows
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.verify import Verifier
-from minivllm.spec_decode.base import Target
+from minivllm.spec_decode.base import Recipe, Target
 from minivllm.spec_decode.make import MakeAcceptance, MakeProposer
 from minivllm.spec_decode.throttle import Throttle
 
@@ -78,11 +78,12 @@ class Worker:
         self.dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, self.device))
         loaded = self._load()
         name, backend_class = self._choose_attention(loaded.model.attention_layers, attention)
-        kv_spec = self._kv_spec(loaded.model.attention_layers)
+        recipe = make_proposer(config, loaded, self.dtype, self.device)
+        kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
         sizes = self._size(kv_spec, loaded.spec.max_position)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
         self.throttle = Throttle(config.scheduler.max_num_seqs)
-        self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs, make_proposer, make_acceptance)
+        self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs, recipe, make_acceptance)
         if config.spec_decode.method != "none" and config.spec_decode.adaptive:
             self._calibrate(sizes.num_blocks)
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
@@ -120,19 +121,33 @@ class Worker:
         sizes: Sizes,
         forwards: Registry,
         inputs: Registry,
-        make_proposer: MakeProposer,
+        recipe: Recipe,
         make_acceptance: MakeAcceptance,
     ) -> ModelRunner:
         config, model, max_rows = self.config, loaded.model, self.config.scheduler.max_num_seqs
         layers = model.attention_layers
         # One spare block takes the K and V of padding tokens.
         device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), self.dtype, self.device) for _ in layers]
-        host_shape = backend.kv_shape(sizes.num_host_blocks)
-        host_caches = [zeros(host_shape, self.dtype, torch.device("cpu")) for _ in layers]
         input_sizes = InputSizes(max_rows, sizes.max_model_len, config.kv.block_size, sizes.num_blocks)
         builder = inputs.get(config.runner.inputs)(input_sizes)
         sampler = Sampler(loaded.spec.vocab_size, max_rows, self.device)
-        proposer = make_proposer(Target(config, model, builder, sampler, device_caches, backend, self.throttle))
+        proposer = recipe.make(
+            Target(
+                config=config,
+                model=model,
+                inputs=builder,
+                make_key=BatchKey,
+                sampler=sampler,
+                kv_caches=device_caches,
+                attention=backend,
+                throttle=self.throttle,
+                num_blocks=sizes.num_blocks,
+                max_model_len=sizes.max_model_len,
+                make_cache=lambda shape, dtype: zeros(shape, dtype, self.device),
+            )
+        )
+        moved = [*device_caches, *proposer.kv_caches]
+        host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
         return ModelRunner(
             model=model,
             forward=forwards.get(config.runner.forward)(model, self.device),
@@ -144,7 +159,7 @@ class Worker:
             verifier=Verifier(sampler, make_acceptance(proposer)),
             proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
-            block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
+            block_moves=BlockMoves(moved, host_caches, backend.block_axis),
         )
 
     def _collect(
@@ -197,7 +212,9 @@ class Worker:
                 for n in STEP_SIZES
                 if n <= most
             }
-        self.throttle.calibrate(seconds)
+            own = self.runner.proposer if hasattr(self.runner.proposer, "run_model") else None
+            per_pass = measure_prefill(own, spare_block, block_size, 1, num_tries=4, logits=True) if own else 0.0
+        self.throttle.calibrate(seconds, per_pass)
         k = self.config.spec_decode.k
         grown = float(self.throttle.seconds(np.array(1 + k)) / self.throttle.seconds(np.array(1)))
         self._decide("spec_decode.k", k, f"at most; measured: a step of {1 + k} tokens takes {grown:.2f} times as long")
@@ -219,6 +236,13 @@ class Worker:
             return budget
         reason = "without chunked prefill one step must be able to take the longest request"
         return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
+
+
+def host_cache(cache: torch.Tensor, block_axis: int, num_blocks: int) -> torch.Tensor:
+    """Room on the host for so many blocks of a device's KV tensor."""
+    shape = list(cache.shape)
+    shape[block_axis] = num_blocks
+    return zeros(tuple(shape), cache.dtype, torch.device("cpu"))
 
 
 def measure_prefill(

@@ -22,7 +22,7 @@ NUM_TRUST = 4  # classes of evidence
 DECAY = 0.8  # of a request's memory, per verification
 START_WEIGHT = 2.0  # tokens that a new request's prior weighs
 WORTH = 1.03  # expected gain from which on to speculate at all
-FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps between two probes
+FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # steps between two probes
 
 
 class Throttle:
