@@ -126,9 +126,7 @@ class FakeEngine:
         limits = Limits(
             config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, self.kv.capacity
         )
-        lookahead = (
-            config.spec_decode.k if config.spec_decode.method == "ngram" else 0
-        )  # to have it tested: unused here
+        lookahead = config.spec_decode.k if "draft" in config.spec_decode.method else 0
         self.scheduler = build_scheduler(config, self.kv, limits, lookahead)
         sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)
         num_drafts = config.spec_decode.k if config.spec_decode.method != "none" else 0

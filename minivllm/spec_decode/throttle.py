@@ -42,8 +42,9 @@ class Throttle:
         """seconds: of a forward, by its number of tokens. seconds_per_pass: of proposing, for each draft in a row (a
         proposer that computes)."""
         self.sizes = np.asarray(sorted(seconds), float)
-        # A larger batch never takes less time; what was measured says otherwise now and then.
-        self.times = np.maximum.accumulate([seconds[int(n)] for n in self.sizes])
+        # A smaller batch never takes longer. Where it was measured to, something else ran beside it.
+        measured = [seconds[int(n)] for n in self.sizes]
+        self.times = np.minimum.accumulate(measured[::-1])[::-1]
         self.seconds_per_pass = seconds_per_pass
 
     def reset(self, row: int) -> None:
