@@ -7,6 +7,7 @@ Recipe), what builds on the worker's parts comes after.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from minivllm.sampling.verify import match as pick_by_match
 from minivllm.spec_decode.base import NoProposer, Proposer, Recipe, Target
 from minivllm.spec_decode.draft_model import DraftModelProposer, first_layers
 from minivllm.spec_decode.lookup import Lookup, LookupProposer
+from minivllm.spec_decode.medusa import MedusaProposer, load_heads, random_heads
 from minivllm.spec_decode.ngram import NGram
 from minivllm.spec_decode.suffix import EarlierOutputs, SuffixLookup
 
@@ -81,6 +83,18 @@ def self_draft(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, de
         return DraftModelProposer(target, early, target.attention, target.kv_caches[:num_layers], own_kv=False)
 
     return Recipe(make)
+
+
+def medusa(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device: torch.device) -> Recipe:
+    path, spec = config.spec_decode.model, loaded.spec
+    if path is None:
+        raise ConfigError("spec_decode.method=medusa needs spec_decode.model: a folder with heads in safetensors")
+    sizes = (spec.hidden_size, spec.vocab_size, dtype, device)
+    if path.startswith("dummy:"):
+        heads = random_heads(config.spec_decode.k, *sizes, config.model.seed)
+    else:
+        heads = load_heads(Path(path).expanduser(), *sizes)
+    return Recipe(lambda target: MedusaProposer(target, heads))
 
 
 def match(proposer: Proposer) -> PickFor:

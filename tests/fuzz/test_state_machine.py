@@ -19,7 +19,7 @@ class EngineMachine(RuleBasedStateMachine):
         inputs=st.sampled_from(("rebuild", "persistent")),
         policy=st.sampled_from(("fcfs", "priority")),
         preempt_every=st.sampled_from((0, 3)),
-        method=st.sampled_from(("none", "suffix", "ngram")),  # for the fake: no drafts, drafts, and with lookahead
+        method=st.sampled_from(("none", "ngram", "draft")),  # for the fake: no drafts, drafts, and with lookahead
     )
     def start(self, num_blocks, budget, max_num_seqs, kind, prefix, preemption, inputs, policy, preempt_every, method):
         self.engine = FakeEngine(
