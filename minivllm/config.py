@@ -62,7 +62,9 @@ class RunnerConfig(Section):
 class SpecDecodeConfig(Section):
     method: str = "none"
     k: int = 8  # tokens guessed at a time, at most
-    model: str | None = None  # that guesses (draft): as model.path, with the same vocabulary; or a folder (medusa)
+    model: str | None = (
+        None  # that guesses (draft): as model.path, with the same vocabulary; or a folder (eagle, medusa)
+    )
     layers: int = 2  # of the model itself that guess (method self_draft)
     acceptance: str = "match"
     adaptive: bool = True

@@ -102,6 +102,7 @@ PROPOSERS: Registry = Registry(
         "suffix": "minivllm.spec_decode.make:suffix",
         "draft": "minivllm.spec_decode.make:draft",
         "self_draft": "minivllm.spec_decode.make:self_draft",
+        "eagle": "minivllm.spec_decode.make:eagle",
         "medusa": "minivllm.spec_decode.make:medusa",
     },
 )
@@ -232,7 +233,7 @@ FEATURES: tuple[Feature, ...] = (
         "none",
         "who guesses the next tokens, so that one forward can check several: nobody, a look-up of what followed the "
         "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency), a "
-        "smaller model (draft), the model's own first layers (self_draft), heads on its last hidden state (medusa)",
+        "smaller model (draft), the model's first layers (self_draft), heads on its hidden states (eagle, medusa)",
         chapter="18",
         workload="fixed",
         metric="tpot_p50",

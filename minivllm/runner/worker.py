@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -209,15 +210,16 @@ class Worker:
         with torch.inference_mode():
             tries = [  # in turns, so that a busy moment of the machine does not meet one size alone
                 {
-                    n: n * measure_prefill(self.runner, spare_block, block_size, n, 1, True)
+                    n: n * measure_prefill(self.runner, spare_block, block_size, n, 1, self.runner.model.logits)
                     for n in STEP_SIZES
                     if n <= most
                 }
                 for _ in range(4)
             ]
             seconds = {n: min(found[n] for found in tries) for n in tries[0]}
-            own = self.runner.proposer if hasattr(self.runner.proposer, "run_model") else None
-            per_pass = measure_prefill(own, spare_block, block_size, 1, num_tries=4, logits=True) if own else 0.0
+            own, per_pass = self.runner.proposer, 0.0
+            if hasattr(own, "run_model"):  # it computes its guesses
+                per_pass = measure_prefill(own, spare_block, block_size, 1, 4, own.logits)
         self.throttle.calibrate(seconds, per_pass)
         k = self.config.spec_decode.k
         grown = float(self.throttle.seconds(np.array(1 + k)) / self.throttle.seconds(np.array(1)))
@@ -242,6 +244,10 @@ class Worker:
         return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
 
 
+class RunsModel(Protocol):
+    def run_model(self, batch: InputBatch) -> torch.Tensor: ...
+
+
 def host_cache(cache: torch.Tensor, block_axis: int, num_blocks: int) -> torch.Tensor:
     """Room on the host for so many blocks of a device's KV tensor."""
     shape = list(cache.shape)
@@ -250,15 +256,15 @@ def host_cache(cache: torch.Tensor, block_axis: int, num_blocks: int) -> torch.T
 
 
 def measure_prefill(
-    runner: ModelRunner,
+    runner: RunsModel,
     spare_block: int,
     block_size: int,
     num_tokens: int = 128,
     num_tries: int = 2,
-    logits: bool = False,
+    logits: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
 ) -> float:
-    """Seconds a token of a prefill, the fastest of some tries; logits: of all tokens, too. Writes only to the spare
-    block."""
+    """Seconds a token of a prefill, the fastest of some tries; logits: what else to time, on all hidden states. Writes
+    only to the spare block."""
     tokens = np.arange(num_tokens) % 100
     batch = InputBatch(
         req_ids=["measure"],
@@ -280,7 +286,7 @@ def measure_prefill(
     for _ in range(num_tries):
         start = time.perf_counter()
         hidden = runner.run_model(batch)
-        (runner.model.logits(hidden) if logits else hidden)[-1].sum().item()  # item() waits for the device
+        logits(hidden)[-1].sum().item()  # item() waits for the device
         seconds.append(time.perf_counter() - start)
     return min(seconds) / num_tokens
 

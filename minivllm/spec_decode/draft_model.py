@@ -27,7 +27,7 @@ layers of the target's cache are exactly the draft model's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,12 +58,20 @@ def first_layers(model: nn.Module, num_layers: int) -> nn.Module:
 
 class DraftModelProposer:
     def __init__(
-        self, target: Target, model: nn.Module, attention: AttentionBackend, kv_caches: list[Tensor], own_kv: bool
+        self,
+        target: Target,
+        model: nn.Module,
+        attention: AttentionBackend,
+        kv_caches: list[Tensor],
+        own_kv: bool,
+        logits: Callable[[Tensor], Tensor] | None = None,
     ):
-        """own_kv: kv_caches are the draft model's alone, not the target's."""
+        """own_kv: kv_caches are the draft model's alone, not the target's. logits: None: the draft model's own."""
         asked = target.config.spec_decode
         self.model, self.attention, self._caches = model, attention, kv_caches
         self.own_kv = own_kv
+        self.logits = model.logits if logits is None else logits
+        self.shift = 0  # how far before the newest token lies what is computed for the next one
         self.kv_caches = kv_caches if own_kv else []
         self.inputs, self.make_key = target.inputs, target.make_key
         self.sampler, self.throttle = target.sampler, target.throttle
@@ -142,8 +150,9 @@ class DraftModelProposer:
         for place in range(1, depth):
             plan = StepPlan(step=0)
             for req_id, found in drafts.items():
-                row, at = rows[req_id], known[req_id] + place - 1  # where the newest draft is computed
-                if len(found) == place and at < self.num_slots[row] and at + 1 < self.last[row]:
+                row, newest = rows[req_id], known[req_id] + place - 1
+                at = newest - self.shift
+                if len(found) == place and at < self.num_slots[row] and newest + 1 < self.last[row]:
                     plan.num_tokens[req_id], plan.start[req_id], plan.drafts[req_id] = 1, at, found
                     self.done[row] = at + 1
             if not plan.num_tokens:
@@ -158,7 +167,7 @@ class DraftModelProposer:
         hidden = self.run_model(batch)
         if not len(batch.sample_tokens):
             return {}
-        logits = self.model.logits(hidden[torch.from_numpy(batch.sample_tokens).to(hidden.device)])
+        logits = self.logits(hidden[torch.from_numpy(batch.sample_tokens).to(hidden.device)])
         rows = batch.rows[batch.sample_requests]
         tokens = self._choose(logits, rows, batch.positions[batch.sample_tokens] + 1)
         return {batch.req_ids[i]: t for i, t in zip(batch.sample_requests.tolist(), tokens.tolist(), strict=True)}

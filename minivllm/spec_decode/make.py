@@ -20,6 +20,7 @@ from minivllm.sampling.verify import PickFor
 from minivllm.sampling.verify import match as pick_by_match
 from minivllm.spec_decode.base import NoProposer, Proposer, Recipe, Target
 from minivllm.spec_decode.draft_model import DraftModelProposer, first_layers
+from minivllm.spec_decode.eagle import EagleProposer, load_eagle, random_eagle
 from minivllm.spec_decode.lookup import Lookup, LookupProposer
 from minivllm.spec_decode.medusa import MedusaProposer, load_heads, random_heads
 from minivllm.spec_decode.ngram import NGram
@@ -95,6 +96,25 @@ def medusa(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device
     else:
         heads = load_heads(Path(path).expanduser(), *sizes)
     return Recipe(lambda target: MedusaProposer(target, heads))
+
+
+def eagle(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device: torch.device) -> Recipe:
+    path = config.spec_decode.model
+    if path is None:
+        raise ConfigError("spec_decode.method=eagle needs spec_decode.model: a folder with an EAGLE head")
+    if path.startswith("dummy:"):
+        head = random_eagle(loaded.spec, dtype, device, config.model.seed)
+    else:
+        head = load_eagle(Path(path).expanduser(), loaded.spec, loaded.model.embedding, dtype, device)
+    layers = head.attention_layers
+    spec = KVSpec(len(layers), layers[0].num_kv_heads, layers[0].head_size, config.kv.block_size, dtype)
+
+    def make(target: Target) -> Proposer:
+        attention = type(target.attention)(layers, spec, target.num_blocks + 1, device)
+        caches = [target.make_cache(attention.kv_shape(target.num_blocks + 1), dtype) for _ in layers]
+        return EagleProposer(target, head, attention, caches)
+
+    return Recipe(make, spec.bytes_per_block)
 
 
 def match(proposer: Proposer) -> PickFor:
