@@ -36,6 +36,8 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "kv.hash_seed": "fixes the key of the prefix hash; by default it is random",
     "speculative_config": 'JSON: {"method": "ngram", "num_speculative_tokens": 6}, or another method',
     "spec_decode.k": "tokens guessed at a time, at most",
+    "spec_decode.model": "what guesses tokens: a model with the same vocabulary (draft), a folder (eagle, medusa)",
+    "spec_decode.layers": "how many of the model's own layers guess tokens (method self_draft)",
     "spec_decode.ngram_min": "shortest run of tokens that the ngram method looks up",
     "spec_decode.ngram_max": "longest run of tokens that the ngram method looks up",
     "spec_decode.suffix_tokens": "tokens of earlier outputs that the suffix method remembers",

@@ -65,10 +65,14 @@ class RunnerConfig(Section):
 
 class SpecDecodeConfig(Section):
     method: str = "none"
-    k: int = 6  # tokens guessed at a time, at most
+    k: int = 8  # tokens guessed at a time, at most
+    model: str | None = (
+        None  # that guesses (draft): as model.path, with the same vocabulary; or a folder (eagle, medusa)
+    )
+    layers: int = 2  # of the model itself that guess (method self_draft)
     acceptance: str = "match"
     adaptive: bool = True
-    ngram_min: int = 2  # shortest run of tokens that is looked up
+    ngram_min: int = 1  # shortest run of tokens that is looked up
     ngram_max: int = 4
     suffix_tokens: int = 32768  # of earlier outputs that the suffix method remembers; 0: none
 
@@ -274,6 +278,7 @@ def check_options(config: EngineConfig) -> None:
         ("lora.max_loras", 1, None),
         ("lora.max_rank", 1, 256),
         ("lora.max_cpu_loras", 1, None),
+        ("spec_decode.layers", 1, None),
         ("debug.preempt_every", 0, None),
     ):
         value = config.get(field_)
@@ -326,6 +331,7 @@ VLLM_NAMES: dict[str, str] = {
 VLLM_SPECULATIVE: dict[str, str] = {
     "method": "spec_decode.method",
     "num_speculative_tokens": "spec_decode.k",
+    "model": "spec_decode.model",
     "prompt_lookup_min": "spec_decode.ngram_min",
     "prompt_lookup_max": "spec_decode.ngram_max",
 }
@@ -343,7 +349,10 @@ def _from_speculative_config(given: Any) -> dict[str, Any]:
         if name not in VLLM_SPECULATIVE:
             hint = did_you_mean(name, list(VLLM_SPECULATIVE))
             raise ConfigError(f'speculative_config: no key "{name}".{hint} Keys: {", ".join(VLLM_SPECULATIVE)}')
-    return {VLLM_SPECULATIVE[name]: value for name, value in found.items()}
+    overrides = {VLLM_SPECULATIVE[name]: value for name, value in found.items()}
+    if overrides.get("spec_decode.method") == "draft_model":  # vLLM's name
+        overrides["spec_decode.method"] = "draft"
+    return overrides
 
 
 def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,6 +101,10 @@ PROPOSERS: Registry = Registry(
         "none": "minivllm.spec_decode.make:none",
         "ngram": "minivllm.spec_decode.make:ngram",
         "suffix": "minivllm.spec_decode.make:suffix",
+        "draft": "minivllm.spec_decode.make:draft",
+        "self_draft": "minivllm.spec_decode.make:self_draft",
+        "eagle": "minivllm.spec_decode.make:eagle",
+        "medusa": "minivllm.spec_decode.make:medusa",
     },
 )
 ACCEPTANCES: Registry = Registry(
@@ -282,8 +286,9 @@ FEATURES: tuple[Feature, ...] = (
         "spec_decode.method",
         PROPOSERS.names(),
         "none",
-        "who guesses the next tokens, so that one forward can check several: nobody, or a look-up of what followed the "
-        "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency)",
+        "who guesses the next tokens, so that one forward can check several: nobody, a look-up of what followed the "
+        "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency), a "
+        "smaller model (draft), the model's first layers (self_draft), heads on its hidden states (eagle, medusa)",
         chapter="18",
         workload="fixed",
         metric="tpot_p50",

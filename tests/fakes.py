@@ -162,8 +162,7 @@ class FakeEngine:
         limits = Limits(
             config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, self.kv.capacity
         )
-        # The fake needs no lookahead; n-gram gets one to have it tested.
-        lookahead = config.spec_decode.k if config.spec_decode.method == "ngram" else 0
+        lookahead = config.spec_decode.k if "draft" in config.spec_decode.method else 0
         scheduler = build_scheduler(config, self.kv, limits, lookahead)
         self.scheduler = scheduler.base  # to look at; requests go through the core
         sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)

@@ -28,7 +28,7 @@ from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.runner.worker import Sizes, Worker
 from minivllm.sampling.verify import Verifier, match
-from minivllm.spec_decode.base import NoProposer
+from minivllm.spec_decode.base import NoProposer, Recipe
 
 
 class NaiveWorker(Worker):
@@ -46,7 +46,9 @@ class NaiveWorker(Worker):
         name, reason = "transformers", "executor.kind=naive: what transformers takes for this model"
         return self._decide("runner.attention", name, reason), NoAttention
 
-    def _build_runner(self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes) -> ModelRunner:
+    def _build_runner(
+        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, recipe: Recipe
+    ) -> ModelRunner:
         model, sampler = loaded.model, self._sampler(loaded)
         self.forward = OneByOne(model, self.device)
         return ModelRunner(

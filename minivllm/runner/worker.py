@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
-from minivllm.runner.inputs import InputBuilder, InputSizes, Rows
+from minivllm.runner.inputs import BatchKey, InputBuilder, InputSizes, Rows
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
@@ -34,12 +34,12 @@ from minivllm.sampling.grammar_mask import make_grammar_mask
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.verify import Verifier
-from minivllm.spec_decode.base import Target
+from minivllm.spec_decode.base import Recipe, Target
 from minivllm.spec_decode.make import MakeAcceptance, MakeProposer
 from minivllm.spec_decode.throttle import Throttle
 from minivllm.structured.compiler import GrammarCompiler
 
-STEP_SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)  # tokens in a step that are timed if drafts are to be weighed
+STEP_SIZES = (1, 2, 3, 5, 9, 17, 33, 65)  # tokens in a step that are timed if drafts are to be weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,12 @@ class Worker:
         self.dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, self.device))
         loaded = self._load()
         name, backend_class = self._choose_attention(loaded.model.attention_layers)
-        kv_spec = self._kv_spec(loaded.model.attention_layers)
+        recipe = parts.make_proposer(config, loaded, self.dtype, self.device)
+        kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
         sizes = self._size(kv_spec, loaded.spec.max_position)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
         self.throttle = Throttle(config.scheduler.max_num_seqs)
-        self.runner = self._build_runner(loaded, backend, sizes)
+        self.runner = self._build_runner(loaded, backend, sizes, recipe)
         if config.spec_decode.method != "none" and config.spec_decode.adaptive:
             self._calibrate(sizes.num_blocks)
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
@@ -137,16 +138,32 @@ class Worker:
         num_host_blocks = 0 if kv.preemption == "recompute" else parse_size(kv.swap_memory) // spec.bytes_per_block
         return Sizes(num_blocks, num_host_blocks, max_model_len)
 
-    def _build_runner(self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes) -> ModelRunner:
+    def _build_runner(
+        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, recipe: Recipe
+    ) -> ModelRunner:
         config, model, parts, kv_dtype = self.config, loaded.model, self.parts, self._kv_dtype()
-        layers = model.attention_layers
         # One spare block takes the K and V of padding tokens.
-        device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), kv_dtype, self.device) for _ in layers]
-        host_shape = backend.kv_shape(sizes.num_host_blocks)
-        host_caches = [zeros(host_shape, kv_dtype, torch.device("cpu")) for _ in layers]
+        shape = backend.kv_shape(sizes.num_blocks + 1)
+        device_caches = [zeros(shape, kv_dtype, self.device) for _ in model.attention_layers]
         inputs = self._inputs(sizes)
         sampler = self._sampler(loaded)
-        proposer = parts.make_proposer(Target(config, model, inputs, sampler, device_caches, backend, self.throttle))
+        proposer = recipe.make(
+            Target(
+                config=config,
+                model=model,
+                inputs=inputs,
+                make_key=BatchKey,
+                sampler=sampler,
+                kv_caches=device_caches,
+                attention=backend,
+                throttle=self.throttle,
+                num_blocks=sizes.num_blocks,
+                max_model_len=sizes.max_model_len,
+                make_cache=lambda shape, dtype: zeros(shape, dtype, self.device),
+            )
+        )
+        moved = [*device_caches, *proposer.kv_caches]
+        host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
         return ModelRunner(
             model=model,
             forward=parts.forwards.get(config.runner.forward)(model, self.device),
@@ -158,7 +175,7 @@ class Worker:
             verifier=Verifier(sampler, parts.make_acceptance(proposer)),
             proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
-            block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
+            block_moves=BlockMoves(moved, host_caches, backend.block_axis),
             adapters=self._adapters(model),
         )
 
@@ -225,12 +242,19 @@ class Worker:
         """Time forwards of several sizes, so that drafts are only computed where they save time."""
         block_size, most = self.config.kv.block_size, self.config.scheduler.max_num_batched_tokens
         with torch.inference_mode():
-            seconds = {
-                n: n * measure_prefill(self.runner, spare_block, block_size, n, num_tries=4, logits=True)
-                for n in STEP_SIZES
-                if n <= most
-            }
-        self.throttle.calibrate(seconds)
+            tries = [  # in turns, so that a busy moment of the machine does not meet one size alone
+                {
+                    n: n * measure_prefill(self.runner, spare_block, block_size, n, 1, self.runner.model.logits)
+                    for n in STEP_SIZES
+                    if n <= most
+                }
+                for _ in range(4)
+            ]
+            seconds = {n: min(found[n] for found in tries) for n in tries[0]}
+            own, per_pass = self.runner.proposer, 0.0
+            if hasattr(own, "run_model"):  # it computes its guesses
+                per_pass = measure_prefill(own, spare_block, block_size, 1, 4, own.logits)
+        self.throttle.calibrate(seconds, per_pass)
         k = self.config.spec_decode.k
         grown = float(self.throttle.seconds(np.array(1 + k)) / self.throttle.seconds(np.array(1)))
         self._decide("spec_decode.k", k, f"at most; measured: a step of {1 + k} tokens takes {grown:.2f} times as long")
@@ -261,16 +285,27 @@ class Worker:
         return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
 
 
+class RunsModel(Protocol):
+    def run_model(self, batch: InputBatch) -> torch.Tensor: ...
+
+
+def host_cache(cache: torch.Tensor, block_axis: int, num_blocks: int) -> torch.Tensor:
+    """Room on the host for so many blocks of a device's KV tensor."""
+    shape = list(cache.shape)
+    shape[block_axis] = num_blocks
+    return zeros(tuple(shape), cache.dtype, torch.device("cpu"))
+
+
 def measure_prefill(
-    runner: ModelRunner,
+    runner: RunsModel,
     spare_block: int,
     block_size: int,
     num_tokens: int = 128,
     num_tries: int = 2,
-    logits: bool = False,
+    logits: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
 ) -> float:
-    """Seconds a token of a prefill, the fastest of some tries; logits: of all tokens, too. Writes only to the spare
-    block."""
+    """Seconds a token of a prefill, the fastest of some tries; logits: what else to time, on all hidden states. Writes
+    only to the spare block."""
     tokens = np.arange(num_tokens) % 100
     batch = InputBatch(
         req_ids=["measure"],
@@ -292,7 +327,7 @@ def measure_prefill(
     for _ in range(num_tries):
         start = time.perf_counter()
         hidden = runner.run_model(batch)
-        (runner.model.logits(hidden) if logits else hidden)[-1].sum().item()  # item() waits for the device
+        logits(hidden)[-1].sum().item()  # item() waits for the device
         seconds.append(time.perf_counter() - start)
     return min(seconds) / num_tokens
 

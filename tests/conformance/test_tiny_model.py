@@ -12,6 +12,7 @@ from minivllm.kernels.cpu import build
 
 AXES = [feature for feature in FEATURES if feature.name != "core"]  # tests/engine/test_process.py
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
+SMALL["spec_decode.model"] = "dummy:tiny"  # for method draft: its own weights, so every guess is right
 SMALL["executor.num_threads"] = 1  # threads only get in each other's way on a model this small
 # What all backends of structured output have in common: equal masks, so equal tokens.
 EXTRAS = [

@@ -7,8 +7,8 @@ from minivllm.engine.metrics import Metrics
 from minivllm.errors import ConfigError
 
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 60, "kv.block_size": 8}
-SMALL |= {"executor.num_threads": 1, "debug.check": True}
-METHODS = ("ngram", "suffix")
+SMALL |= {"executor.num_threads": 1, "debug.check": True, "spec_decode.model": "dummy:tiny"}
+METHODS = ("ngram", "suffix", "draft", "self_draft")
 PROMPTS = [[5, 6, 7, 8, 9] * 6, [11, 12] * 9 + [3], list(range(40)), [5, 6, 7, 8, 9] * 3 + [1, 2]]
 # A bias this strong makes the tiny model repeat a few tokens, so that drafts are often right.
 FEW = {t: 8.0 for t in range(20, 26)}
@@ -48,13 +48,16 @@ def test_the_same_tokens_as_without(method, kind, wanted):
             for x, y in zip(a.logprobs, b.logprobs, strict=True):
                 assert x.keys() == y.keys()
                 assert [x[t].logprob for t in x] == pytest.approx([y[t].logprob for t in y], abs=1e-4)
-    assert 0 < stats.num_accepted < stats.num_drafted
+    if method == "draft" and kind in ("greedy", "sampled"):  # the same weights, and what it draws are the same noise
+        assert 0 < stats.num_accepted == stats.num_drafted
+    elif method != "self_draft":  # two random layers of four guess nothing right
+        assert 0 < stats.num_accepted < stats.num_drafted
 
 
 def test_a_repeating_request_takes_fewer_steps():
     params = [GREEDY.replace(allowed_token_ids=[20], max_tokens=42)] * 4
     _, plain = generate(params)
-    for method in METHODS:
+    for method in ("ngram", "suffix"):
         got, stats = generate(
             params, **{"spec_decode.method": method, "spec_decode.k": 6, "spec_decode.adaptive": False}
         )
@@ -63,7 +66,7 @@ def test_a_repeating_request_takes_fewer_steps():
         assert stats.generation_tokens == plain.generation_tokens
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_rejection_sampling_gives_other_tokens_and_the_same_greedy_ones(method, wanted):
     how = {"spec_decode.method": method, "spec_decode.acceptance": "rejection", "spec_decode.adaptive": False}
     assert [list(o.token_ids) for o in generate(PARAMS["greedy"], **how)[0]] == [
@@ -109,7 +112,7 @@ def test_acceptance_is_counted_in_the_metrics():
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ngram", "suffix", "self_draft"])
 def test_smollm2_says_the_same(method):
     prompts = [
         'Repeat this exactly: {"name": "Ann", "age": 31, "city": "Rome"}, {"name": "Bob", "age": 32, "city": "Rome"}',
