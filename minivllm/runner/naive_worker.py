@@ -40,7 +40,9 @@ class NaiveWorker(Worker):
         model = TransformersModel(load_transformers(files, self.dtype, self.device, asked.seed), files.spec)
         linear = ("transformers", "executor.kind=naive: layers and weights as transformers keeps them")
         self._decide("model.linear", *linear)
-        return LoadedModel(model, files.spec, files.tokenizer_dir, files.name, files.source, linear, files.seconds)
+        weights = ("none", "executor.kind=naive: all weights in the model's dtype")
+        told = (files.tokenizer_dir, files.name, files.source, weights, linear, files.seconds)
+        return LoadedModel(model, files.spec, *told)
 
     def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
         name, reason = "transformers", "executor.kind=naive: what transformers takes for this model"
