@@ -58,6 +58,7 @@ class RunnerConfig(Section):
     inputs: str = "persistent"
     attention: str = "auto"
     forward: str = "eager"
+    compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
 
 
 class ExecutorConfig(Section):
@@ -262,6 +263,7 @@ VLLM_NAMES: dict[str, str] = {
     "enable_chunked_prefill": "scheduler.chunked_prefill",
     "scheduling_policy": "scheduler.policy",
     "attention_backend": "runner.attention",
+    "compile": "runner.compile",
 }
 
 
@@ -278,5 +280,7 @@ def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             value = "hash" if value else "none"
         if name == "kv_cache_memory_bytes":
             value = str(value)
+        if name == "compile":
+            overrides["runner.forward"] = "eager" if value == "off" else "piecewise"
         overrides[VLLM_NAMES[name]] = value
     return overrides

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
@@ -20,15 +20,20 @@ from minivllm.attention.select import choose as choose_attention
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
+from minivllm.loading.cache import default_cache_dir
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
-from minivllm.runner.inputs import InputSizes, Rows
+from minivllm.runner.dummies import DummyBatches
+from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.inputs import BatchKey, InputSizes, Rows
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.sampling.sampler import Sampler
+
+MEASURED_TOKENS = 128  # of the prefill that is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ class Worker:
         sizes = self._size(kv_spec, loaded.spec.max_position)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
         self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs)
+        self._dummies = DummyBatches(sizes.num_blocks, config.kv.block_size, sizes.max_model_len)
+        self._warm_up()
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
 
     def _load(self) -> LoadedModel:
@@ -107,7 +114,7 @@ class Worker:
         input_sizes = InputSizes(max_rows, sizes.max_model_len, config.kv.block_size, sizes.num_blocks)
         return ModelRunner(
             model=model,
-            forward=forwards.get(config.runner.forward)(model, self.device),
+            forward=forwards.get(config.runner.forward)(model, self.device, self._forward_options(sizes)),
             attention=backend,
             kv_caches=device_caches,
             inputs=inputs.get(config.runner.inputs)(input_sizes),
@@ -116,6 +123,26 @@ class Worker:
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
         )
+
+    def _forward_options(self, sizes: Sizes) -> ForwardOptions:
+        config = self.config
+        return ForwardOptions(
+            compile=config.runner.compile,
+            check=config.debug.check,
+            max_tokens=max(config.scheduler.max_num_batched_tokens, sizes.max_model_len, MEASURED_TOKENS),
+            num_threads=torch.get_num_threads(),
+            cache=default_cache_dir() / "compiled",
+        )
+
+    def _warm_up(self) -> None:
+        run_dummy = weakref.WeakMethod(self._run_dummy)  # the forward runner must not keep its worker alive
+        self.runner.forward.warmup(lambda key: run_dummy()(key))
+        if self.config.runner.forward != "eager":
+            self._decide("runner.forward", *self.runner.forward.decision)
+
+    @torch.inference_mode()
+    def _run_dummy(self, key: BatchKey) -> None:
+        self.runner.run_model(self._dummies.make(key.num_tokens))
 
     def _collect(
         self, loaded: LoadedModel, attention: str, spec: KVSpec, sizes: Sizes, load_seconds: float
@@ -149,7 +176,7 @@ class Worker:
         """What a preemption costs here: seconds_per_token to recompute, seconds_per_block to move one way."""
         with torch.inference_mode():
             costs = {
-                "seconds_per_token": measure_prefill(self.runner, self._facts.num_blocks, self.config.kv.block_size),
+                "seconds_per_token": measure_prefill(self.runner, self._dummies.make(MEASURED_TOKENS)),
                 "seconds_per_block": self.runner.block_moves.measure(),
             }
         shown = f"a token recomputed in {1e3 * costs['seconds_per_token']:.3f} ms"
@@ -176,30 +203,14 @@ class Worker:
         return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
 
 
-def measure_prefill(runner: ModelRunner, spare_block: int, block_size: int, num_tokens: int = 128) -> float:
-    """Seconds a token of a prefill, the faster of two tries. Writes only to the spare block."""
-    tokens = np.arange(num_tokens) % 100
-    batch = InputBatch(
-        req_ids=["measure"],
-        rows=np.zeros(1, np.int64),
-        token_ids=tokens,
-        positions=np.arange(num_tokens),
-        slot_mapping=spare_block * block_size + np.arange(num_tokens) % block_size,
-        query_start=np.array([0, num_tokens], np.int32),
-        seq_lens=np.array([num_tokens], np.int32),
-        block_tables=np.full((1, -(-num_tokens // block_size)), spare_block, np.int32),
-        sample_tokens=np.array([num_tokens - 1]),
-        sample_requests=np.array([0]),
-        num_tokens=num_tokens,
-        max_query=num_tokens,
-        max_seq=num_tokens,
-    )
+def measure_prefill(runner: ModelRunner, dummy: InputBatch) -> float:
+    """Seconds a token of a prefill, the faster of two tries."""
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
-        runner.run_model(batch).sum().item()  # item() waits for the device
+        runner.run_model(dummy).sum().item()  # item() waits for the device
         seconds.append(time.perf_counter() - start)
-    return min(seconds) / num_tokens
+    return min(seconds) / dummy.num_tokens
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
