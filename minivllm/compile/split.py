@@ -38,7 +38,7 @@ def split(trace: Trace, salt: str = "") -> Split:
     steps: list[tuple[str, str, list[Any], list[fx.Node]]] = []  # kind, name, args (nodes or constants), results
     for region in _regions(trace.graph.graph):
         if isinstance(region, fx.Node):
-            results = [region] if "Tensor" in str(region.target._schema.returns) else []
+            results = [region] if region.target._schema.returns else []
             steps.append(("op", name_of(region.target), _arguments(region), results))
         elif results := _results(region):
             piece, inputs = _extract(region, results)

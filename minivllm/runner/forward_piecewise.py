@@ -33,6 +33,8 @@ from minivllm.runner.inputs import BatchKey
 
 logger = logging.getLogger("minivllm")
 
+BACKGROUND_NICE = 19  # a builder takes only what the serving engine and others leave
+
 Compiled = tuple[Program, dict[str, Piece]]
 
 
@@ -119,7 +121,7 @@ class PiecewiseForward:
         return "piecewise", f"{_describe(compiled[0])}, compiled in {time.perf_counter() - begin:.0f} s"
 
     def _background(self, options: ForwardOptions) -> tuple[str, str]:
-        job = self._job(options, nice=19)
+        job = self._job(options, nice=BACKGROUND_NICE)
         if (compiled := self._load(job.key)) is not None:
             self._use(*compiled)
             return "piecewise", f"{_describe(compiled[0])}, compiled; found in the cache"
