@@ -61,6 +61,7 @@ class RunnerConfig(Section):
     inputs: str = "persistent"
     attention: str = "auto"
     forward: str = "eager"
+    compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
 
 
 class SpecDecodeConfig(Section):
@@ -325,6 +326,7 @@ VLLM_NAMES: dict[str, str] = {
     "max_loras": "lora.max_loras",
     "max_lora_rank": "lora.max_rank",
     "max_cpu_loras": "lora.max_cpu_loras",
+    "compile": "runner.compile",
 }
 
 # Keys of vLLM's speculative_config -> our field.
@@ -371,5 +373,7 @@ def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             value = "hash" if value else "none"
         if name == "kv_cache_memory_bytes":
             value = str(value)
+        if name == "compile":
+            overrides["runner.forward"] = "eager" if value == "off" else "piecewise"
         overrides[VLLM_NAMES[name]] = value
     return overrides

@@ -94,7 +94,13 @@ ATTENTION: Registry = Registry(
         "sdpa": "minivllm.attention.sdpa:SDPAAttention",
     },
 )
-FORWARDS: Registry = Registry("runner.forward", {"eager": "minivllm.runner.forward:EagerForward"})
+FORWARDS: Registry = Registry(
+    "runner.forward",
+    {
+        "eager": "minivllm.runner.forward:EagerForward",
+        "piecewise": "minivllm.runner.forward_piecewise:PiecewiseForward",
+    },
+)
 PROPOSERS: Registry = Registry(
     "spec_decode.method",
     {
@@ -276,7 +282,17 @@ FEATURES: tuple[Feature, ...] = (
         "runner.forward",
         FORWARDS.names(),
         "eager",
-        "how the model's forward is called",
+        "how the model's forward is called: as it is written, or as a graph cut into pieces at attention",
+        chapter="14",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "compile",
+        "runner.compile",
+        ("off", "background", "wait"),
+        "off",
+        "when the pieces are compiled: never, while requests are served eagerly, or before the first token",
         chapter="14",
         workload="fixed",
         metric="throughput",
@@ -382,6 +398,10 @@ CONFLICTS: tuple[Conflict, ...] = (
         "V0's scheduler computes a prompt whole: a step is all prefill or all decode",
     ),
     Conflict(("scheduler", "static"), ("chunked_prefill", True), "static batching computes prompts whole"),
+    *(
+        Conflict(("forward", "eager"), ("compile", option), "only runner.forward=piecewise has pieces to compile")
+        for option in ("background", "wait")
+    ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")

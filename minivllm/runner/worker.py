@@ -7,6 +7,7 @@ composition root knows them by name.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +21,15 @@ from minivllm.attention.select import choose as choose_attention
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
+from minivllm.loading.cache import default_cache_dir
 from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.machine import cpu_quota, num_cores
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
+from minivllm.runner.dummies import DummyBatches
+from minivllm.runner.forward import ForwardOptions
 from minivllm.runner.inputs import BatchKey, InputBuilder, InputSizes, Rows
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
@@ -40,6 +44,8 @@ from minivllm.spec_decode.throttle import Throttle
 from minivllm.structured.compiler import GrammarCompiler
 
 STEP_SIZES = (1, 2, 3, 5, 9, 17, 33, 65)  # tokens in a step that are timed if drafts are to be weighed
+
+MEASURED_TOKENS = 128  # of the prefill that is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +100,10 @@ class Worker:
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
         self.throttle = Throttle(config.scheduler.max_num_seqs)
         self.runner = self._build_runner(loaded, backend, sizes, recipe)
+        self._dummies = DummyBatches(sizes.num_blocks, config.kv.block_size, sizes.max_model_len)
+        self._warm_up()
         if config.spec_decode.method != "none" and config.spec_decode.adaptive:
-            self._calibrate(sizes.num_blocks)
+            self._calibrate()
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
 
     def _load(self) -> LoadedModel:
@@ -166,7 +174,7 @@ class Worker:
         host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
         return ModelRunner(
             model=model,
-            forward=parts.forwards.get(config.runner.forward)(model, self.device),
+            forward=parts.forwards.get(config.runner.forward)(model, self.device, self._forward_options(sizes)),
             attention=backend,
             kv_caches=device_caches,
             inputs=inputs,
@@ -196,6 +204,26 @@ class Worker:
         slots = AdapterSlots(model, lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs, self.dtype)
         self._decide("lora.enabled", lora.max_loras, slots.reason)
         return slots
+
+    def _forward_options(self, sizes: Sizes) -> ForwardOptions:
+        config = self.config
+        return ForwardOptions(
+            compile=config.runner.compile,
+            check=config.debug.check,
+            max_tokens=max(config.scheduler.max_num_batched_tokens, sizes.max_model_len, MEASURED_TOKENS),
+            num_threads=torch.get_num_threads(),
+            cache=default_cache_dir() / "compiled",
+        )
+
+    def _warm_up(self) -> None:
+        run_dummy = weakref.WeakMethod(self._run_dummy)  # the forward runner must not keep its worker alive
+        self.runner.forward.warmup(lambda key: run_dummy()(key))
+        if self.config.runner.forward != "eager":
+            self._decide("runner.forward", *self.runner.forward.decision)
+
+    @torch.inference_mode()
+    def _run_dummy(self, key: BatchKey) -> None:
+        self.runner.run_model(self._dummies.make(key.num_tokens))
 
     def _collect(
         self, loaded: LoadedModel, attention: str, spec: KVSpec, sizes: Sizes, load_seconds: float
@@ -230,7 +258,7 @@ class Worker:
         """What a preemption costs here: seconds_per_token to recompute, seconds_per_block to move one way."""
         with torch.inference_mode():
             costs = {
-                "seconds_per_token": measure_prefill(self.runner, self._facts.num_blocks, self.config.kv.block_size),
+                "seconds_per_token": measure_prefill(self.runner, self._dummies.make(MEASURED_TOKENS)),
                 "seconds_per_block": self.runner.block_moves.measure(),
             }
         shown = f"a token recomputed in {1e3 * costs['seconds_per_token']:.3f} ms"
@@ -238,22 +266,18 @@ class Worker:
         self._decide("kv.preemption", "auto", reason)
         return costs
 
-    def _calibrate(self, spare_block: int) -> None:
+    def _calibrate(self) -> None:
         """Time forwards of several sizes, so that drafts are only computed where they save time."""
-        block_size, most = self.config.kv.block_size, self.config.scheduler.max_num_batched_tokens
+        most, make, logits = self.config.scheduler.max_num_batched_tokens, self._dummies.make, self.runner.model.logits
         with torch.inference_mode():
             tries = [  # in turns, so that a busy moment of the machine does not meet one size alone
-                {
-                    n: n * measure_prefill(self.runner, spare_block, block_size, n, 1, self.runner.model.logits)
-                    for n in STEP_SIZES
-                    if n <= most
-                }
+                {n: n * measure_prefill(self.runner, make(n), 1, logits) for n in STEP_SIZES if n <= most}
                 for _ in range(4)
             ]
             seconds = {n: min(found[n] for found in tries) for n in tries[0]}
             own, per_pass = self.runner.proposer, 0.0
             if hasattr(own, "run_model"):  # it computes its guesses
-                per_pass = measure_prefill(own, spare_block, block_size, 1, 4, own.logits)
+                per_pass = measure_prefill(own, make(1), 4, own.logits)
         self.throttle.calibrate(seconds, per_pass)
         k = self.config.spec_decode.k
         grown = float(self.throttle.seconds(np.array(1 + k)) / self.throttle.seconds(np.array(1)))
@@ -298,38 +322,18 @@ def host_cache(cache: torch.Tensor, block_axis: int, num_blocks: int) -> torch.T
 
 def measure_prefill(
     runner: RunsModel,
-    spare_block: int,
-    block_size: int,
-    num_tokens: int = 128,
+    dummy: InputBatch,
     num_tries: int = 2,
     logits: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
 ) -> float:
-    """Seconds a token of a prefill, the fastest of some tries; logits: what else to time, on all hidden states. Writes
-    only to the spare block."""
-    tokens = np.arange(num_tokens) % 100
-    batch = InputBatch(
-        req_ids=["measure"],
-        rows=np.zeros(1, np.int64),
-        token_ids=tokens,
-        positions=np.arange(num_tokens),
-        slot_mapping=spare_block * block_size + np.arange(num_tokens) % block_size,
-        query_start=np.array([0, num_tokens], np.int32),
-        seq_lens=np.array([num_tokens], np.int32),
-        block_tables=np.full((1, -(-num_tokens // block_size)), spare_block, np.int32),
-        sample_tokens=np.array([num_tokens - 1]),
-        sample_requests=np.array([0]),
-        draft_tokens=np.array([-1]),
-        num_tokens=num_tokens,
-        max_query=num_tokens,
-        max_seq=num_tokens,
-    )
+    """Seconds a token of a prefill, the fastest of some tries; logits: what else to time, on all hidden states."""
     seconds = []
     for _ in range(num_tries):
         start = time.perf_counter()
-        hidden = runner.run_model(batch)
+        hidden = runner.run_model(dummy)
         logits(hidden)[-1].sum().item()  # item() waits for the device
         seconds.append(time.perf_counter() - start)
-    return min(seconds) / num_tokens
+    return min(seconds) / dummy.num_tokens
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
