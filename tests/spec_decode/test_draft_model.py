@@ -73,8 +73,7 @@ def wanted():
     return {t: generate(t, **{"spec_decode.method": "none"})[0] for t in (0.0, 0.9)}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where, temperature", [*((w, 0.9) for w in WHERE), ("plain", 0.0), ("v0", 0.0)])
 def test_the_same_model_is_never_refused(where, temperature, wanted):
     outputs, stats = generate(temperature, **WHERE[where])
     assert outputs == wanted[temperature]
@@ -86,7 +85,7 @@ def test_equal_distributions_are_never_refused_by_rejection_sampling():
     assert stats.num_drafted == stats.num_accepted > 100
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ["plain", "chunks", "swapped", "rebuilt"])
 def test_the_models_first_layers_change_no_token(where, wanted):
     outputs, stats = generate(0.0, **{**WHERE[where], "spec_decode.method": "self_draft", "spec_decode.layers": 3})
     assert outputs == wanted[0.0]
