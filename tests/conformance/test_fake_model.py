@@ -12,7 +12,7 @@ from minivllm.errors import NeverFits
 from minivllm.features import CONFLICTS, FEATURES
 from minivllm.request import BeamSearchParams
 
-DATA_PLANE = ("attention", "forward", "executor")  # the fake model has its own
+DATA_PLANE = ("attention", "forward", "compile", "executor")  # the fake model has its own
 AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
 
 
