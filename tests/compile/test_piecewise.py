@@ -138,6 +138,7 @@ def test_without_a_compiler_the_model_stays_eager_and_says_why(wanted, tmp_path,
 def test_a_builder_that_fails_leaves_the_model_eager(mode, wanted, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
     monkeypatch.setattr(forward_piecewise, "skeleton", lambda model: b"no pickle")
+    monkeypatch.setattr(forward_piecewise, "BACKGROUND_NICE", 0)
     with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode}) as llm:
         end = time.monotonic() + 100
         while "the model stays eager" not in caplog.text and time.monotonic() < end:

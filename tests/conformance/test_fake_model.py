@@ -13,7 +13,17 @@ from minivllm.features import CONFLICTS, FEATURES
 from minivllm.request import BeamSearchParams
 
 # The fake model has its own.
-DATA_PLANE = ["attention", "kv_dtype", "quantization", "dense_copy", "forward", "executor", "core", "structured"]
+DATA_PLANE = [
+    "attention",
+    "kv_dtype",
+    "quantization",
+    "dense_copy",
+    "forward",
+    "compile",
+    "executor",
+    "core",
+    "structured",
+]
 AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
 
 
