@@ -9,6 +9,7 @@ one place where the engine sets a variable. It is a default, yields to the user'
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -18,8 +19,10 @@ SPIN_COUNT = "2000"
 THEIRS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
+@functools.cache
 def settle() -> Decision:
-    """To be called before torch is imported for the first time; later it changes nothing and says so."""
+    """To be called before torch is imported for the first time: the first call decides, and if it comes too late it
+    changes nothing and says so."""
     given = [f"{name}={os.environ[name]}" for name in THEIRS if name in os.environ]
     if given:
         return Decision("executor.waiting", ", ".join(given), "as the environment says")

@@ -45,13 +45,30 @@ def test_too_late_changes_nothing_and_says_so():
     assert "torch was loaded before" in reason and spins == "None"
 
 
-def test_building_a_worker_settles_it_before_torch_is_imported():
+SERVE = """
+import minivllm.engine.async_llm as engine
+from minivllm.waiting import settle
+def stop(**options):
+    print(settle().value)
+    raise SystemExit
+engine.AsyncLLM = stop
+from minivllm.serve.command import main
+main(["--model", "dummy:tiny", "--port", "0"])
+"""
+LLM = """
+import sys, minivllm.engine.build as build
+build.waiting.settle, settle = lambda: print("torch" in sys.modules, settle().value), build.waiting.settle
+from minivllm import LLM
+LLM("dummy:tiny")
+"""
+
+
+@pytest.mark.parametrize("code", [SERVE, LLM], ids=["server", "offline"])
+def test_it_is_settled_before_anything_imports_torch(code):
     """Whoever imports torch on the way there makes the default void."""
-    code = (
-        "import sys, minivllm.serve.app, minivllm.engine.async_llm, minivllm.engine.llm; print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True)
+    assert f"GOMP_SPINCOUNT={SPIN_COUNT}" in done.stdout and "True" not in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

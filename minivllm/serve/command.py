@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from minivllm import waiting
 from minivllm.cli import (
     Parser,
     add_engine_options,
@@ -146,6 +147,7 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
     model = options.get("model", DEFAULT_MODEL)
     print(f"Loading {model} ...", flush=True)
     names = args.served_model_name or [model]
+    waiting.settle()  # before torch, which the imports below may bring
     with interrupts_end_at_once():
         from minivllm.engine.async_llm import AsyncLLM
         from minivllm.engine.metrics import Metrics
