@@ -402,6 +402,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(("forward", "eager"), ("compile", option), "only runner.forward=piecewise has pieces to compile")
         for option in ("background", "wait")
     ),
+    *(
+        Conflict(("forward", "piecewise"), (axis, option), f"{what} by C++ calls that cannot be traced yet")
+        for axis, option, what in (
+            ("quantization", "int8", "packed weights are multiplied"),
+            ("quantization", "int4", "packed weights are multiplied"),
+            ("lora", True, "adapters are multiplied"),
+        )
+    ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")
@@ -425,6 +433,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
             ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
             ("forward", FORWARDS.names(), "eager", "runs its model eagerly"),
+            ("compile", ("off", "background", "wait"), "off", "runs its model eagerly"),
             ("lora", (False, True), False, "has its own layers, without adapters"),
             ("spec_decode", PROPOSERS.names(), "none", "is the baseline: its cache takes back no rejected draft"),
         )

@@ -268,16 +268,18 @@ class Worker:
 
     def _calibrate(self) -> None:
         """Time forwards of several sizes, so that drafts are only computed where they save time."""
-        most, make, logits = self.config.scheduler.max_num_batched_tokens, self._dummies.make, self.runner.model.logits
+        most, logits = self.config.scheduler.max_num_batched_tokens, self.runner.model.logits
+        padded = {n: self.runner.forward.key_for(1, n, n).num_tokens for n in STEP_SIZES if n <= most}
+        dummies = {n: self._dummies.make(size) for n, size in padded.items()}
         with torch.inference_mode():
             tries = [  # in turns, so that a busy moment of the machine does not meet one size alone
-                {n: n * measure_prefill(self.runner, make(n), 1, logits) for n in STEP_SIZES if n <= most}
+                {n: dummy.num_tokens * measure_prefill(self.runner, dummy, 1, logits) for n, dummy in dummies.items()}
                 for _ in range(4)
             ]
             seconds = {n: min(found[n] for found in tries) for n in tries[0]}
             own, per_pass = self.runner.proposer, 0.0
             if hasattr(own, "run_model"):  # it computes its guesses
-                per_pass = measure_prefill(own, make(1), 4, own.logits)
+                per_pass = measure_prefill(own, self._dummies.make(1), 4, own.logits)
         self.throttle.calibrate(seconds, per_pass)
         k = self.config.spec_decode.k
         grown = float(self.throttle.seconds(np.array(1 + k)) / self.throttle.seconds(np.array(1)))
