@@ -59,6 +59,7 @@ def make_batch(tables: np.ndarray, seq_lens: np.ndarray, num_queries: int, block
         block_tables=tables,
         sample_tokens=query_start[1:].astype(np.int64) - 1,
         sample_requests=np.arange(num_reqs),
+        draft_tokens=np.full(num_reqs, -1),
         num_tokens=positions.size,
         max_query=num_queries,
         max_seq=int(seq_lens.max()),
