@@ -403,7 +403,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         for option in ("background", "wait")
     ),
     *(
-        Conflict(("forward", "piecewise"), (axis, option), f"{what} by C++ calls that cannot be traced yet")
+        Conflict(pieces, (axis, option), f"{what} by C++ calls that cannot be traced yet")
+        for pieces in (("forward", "piecewise"), ("compile", "background"), ("compile", "wait"))
         for axis, option, what in (
             ("quantization", "int8", "packed weights are multiplied"),
             ("quantization", "int4", "packed weights are multiplied"),

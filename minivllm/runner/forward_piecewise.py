@@ -11,6 +11,7 @@ eager, and `decision` says why.
 from __future__ import annotations
 
 import logging
+import pickle
 import platform
 import shutil
 import threading
@@ -33,6 +34,8 @@ from minivllm.runner.inputs import BatchKey
 
 logger = logging.getLogger("minivllm")
 
+CANNOT_PICKLE = (pickle.PicklingError, TypeError, AttributeError)  # a lock or a lambda among a module's attributes
+NOT_SENT = "the model's modules cannot be sent to a builder"
 BACKGROUND_NICE = 19  # a builder takes only what the serving engine and others leave
 
 Compiled = tuple[Program, dict[str, Piece]]
@@ -105,7 +108,10 @@ class PiecewiseForward:
         return "piecewise", f"{_describe(program)}, not compiled (runner.compile=off)"
 
     def _wait(self, options: ForwardOptions) -> tuple[str, str]:
-        job = self._job(options, nice=0)
+        try:
+            job = self._job(options, nice=0)
+        except CANNOT_PICKLE as error:
+            return "eager", f"{NOT_SENT}: {error}"
         if (compiled := self._load(job.key)) is not None:
             self._use(*compiled)
             return "piecewise", f"{_describe(compiled[0])}, compiled; found in the cache"
@@ -121,7 +127,10 @@ class PiecewiseForward:
         return "piecewise", f"{_describe(compiled[0])}, compiled in {time.perf_counter() - begin:.0f} s"
 
     def _background(self, options: ForwardOptions) -> tuple[str, str]:
-        job = self._job(options, nice=BACKGROUND_NICE)
+        try:
+            job = self._job(options, nice=BACKGROUND_NICE)
+        except CANNOT_PICKLE as error:
+            return "eager", f"{NOT_SENT}: {error}"
         if (compiled := self._load(job.key)) is not None:
             self._use(*compiled)
             return "piecewise", f"{_describe(compiled[0])}, compiled; found in the cache"

@@ -15,8 +15,11 @@ from naive_attention import hidden_of
 from minivllm import LLM, SamplingParams
 from minivllm.compile.rehearsal import Rehearsal
 from minivllm.compile.store import LIBRARY, Store, program_key
+from minivllm.compile.trace import skeleton
 from minivllm.loading.cache import Cache
 from minivllm.runner import forward_piecewise
+from minivllm.runner.compile_job import Build, Job
+from minivllm.runner.forward import ForwardOptions
 
 TINY = {"model.dtype": "float32", "kv.num_blocks": 60, "executor.num_threads": 1}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
@@ -147,10 +150,18 @@ def test_a_builder_that_fails_leaves_the_model_eager(mode, wanted, tmp_path, mon
         assert generate(llm) == wanted
 
 
-def test_the_builder_ends_with_its_engine(tmp_path, tiny, monkeypatch):
-    from minivllm.compile.trace import skeleton
-    from minivllm.runner.compile_job import Build, Job
+@pytest.mark.parametrize("mode", ["wait", "background"])
+def test_a_model_that_cannot_be_sent_to_a_builder_stays_eager(mode, tiny, tmp_path):
+    tiny.norm.not_data = lambda: None
+    try:
+        options = ForwardOptions(mode, check=False, max_tokens=64, num_threads=1, cache=tmp_path)
+        decision = forward_piecewise.PiecewiseForward(tiny, torch.device("cpu"), options).decision
+    finally:
+        del tiny.norm.not_data
+    assert decision[0] == "eager" and "cannot be sent" in decision[1] and "lambda" in decision[1]
 
+
+def test_the_builder_ends_with_its_engine(tmp_path, tiny):
     build = Build(Job(skeleton(tiny), "key", tmp_path, num_threads=1, nice=19))
     process = build._process
     process.stdin.close()  # as the kernel does when the engine is killed
