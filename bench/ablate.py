@@ -18,7 +18,7 @@ for both, and ratios are taken within a repetition (latency.bootstrap_ratio). Wh
 with A always first, two equal engines of a tiny model showed a TTFT ratio of 0.83 (probably the first to meet a batch
 shape pays for what the process then keeps; the cause was not looked for). So repetitions should be even in number. Even
 in turns, equal engines of a tiny model differed by up to 6 % with an interval that left 1 out. --quick is for trying
-things out, not for figures: 4 requests of at most 32 tokens. Intervals are not corrected for the many metrics of a row.
+things out, not for figures: 4 requests of at most 24 tokens. Intervals are not corrected for the many metrics of a row.
 To see the noise floor of a machine, switch something idle: --set-b kv.swap_memory=2GiB.
 
 The core is driven with tokens, an open loop: a request is added when its time has come, however busy the engine is.
@@ -47,7 +47,7 @@ from workloads import WORKLOADS, draw
 from minivllm.config import DEFAULT_MODEL, PRESETS, EngineConfig, parse_set
 from minivllm.errors import UserError
 
-QUICK_RATE, QUICK_LONGEST = 50, 32
+QUICK_RATE, QUICK_LONGEST = 50, 24
 ENOUGH = 5  # repetitions: of fewer, chance alone has all on one side too often to mark a winner
 DEFAULT_VOCAB, SMALLEST_VOCAB = 49_152, 256  # of the default model; of every dummy shape at least
 

@@ -8,6 +8,7 @@ scaled down with the lengths: 4 tokens are to requests of a tenth what 16 are to
 ShareGPT) holds 2.2 times as many requests as Orca (Oracle) and 4.3 times as many as Orca (Max).
 
     python bench/equal_memory.py
+    python bench/equal_memory.py --against oracle
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def main() -> None:
     args = parser(__doc__, "equal_memory")
     args.add_argument("--model", default=DEFAULT_MODEL)
     args.add_argument("--dtype", default="float32", help="float32: outputs must be equal")
+    others = [name for name in ALLOCATIONS.names() if name != "paged"]
+    args.add_argument("--against", nargs="+", default=others, choices=others, help="what paged is compared with")
     args.add_argument("--num-requests", type=int, default=48)
     args.add_argument("--scale", type=float, default=0.1, help="of ShareGPT's lengths")
     args.add_argument("--block-size", type=int, default=4)
@@ -47,7 +50,7 @@ def main() -> None:
         "kv.num_blocks": args.pool_tokens // args.block_size,
         **parse_set(args.set),
     }
-    names = ["paged", *(name for name in ALLOCATIONS.names() if name != "paged")]
+    names = ["paged", *args.against]
     configs = {name: EngineConfig.build("orca-max", {**overrides, "kv.allocation": name}) for name in names}
     with loaded(configs) as sides, tqdm(total=len(names) * args.repetitions, unit="run", dynamic_ncols=True) as bar:
         runs = in_turns(sides, scenes, bar.update)

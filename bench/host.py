@@ -53,7 +53,7 @@ class FakeModel:
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens))
         self.prepare_seconds = time.perf_counter() - begin
         requests = batch.sample_requests.tolist()
-        self.inputs.append(batch, np.full(len(requests), 5))
+        self.inputs.append(batch, batch.sample_requests, np.full(len(requests), 5))
         return StepOutput({batch.req_ids[r]: [5] for r in requests})
 
 

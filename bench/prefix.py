@@ -36,7 +36,7 @@ def host_seconds(prefix: str, num_requests: int, seed: int) -> float:
     for i in range(num_requests):
         scheduler.add(Request(str(i), params, [rng.randrange(49_000) for _ in range(NUM_PROMPT)], NUM_PROMPT))
     seconds = 0.0
-    while requests := scheduler.base.requests:
+    while requests := scheduler.requests:
         start = time.perf_counter()
         plan = scheduler.schedule(0.0)
         seconds += time.perf_counter() - start

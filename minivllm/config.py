@@ -27,6 +27,8 @@ class ModelConfig(Section):
     tokenizer: str | None = None  # a folder or Hub id; None: the model's own
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"  # see features.py
+    dense_copy: bool = True  # beside packed weights, one in bf16 for steps of many tokens
     max_model_len: int | None = None  # longest prompt + output, in tokens; None: what the model and the KV pool allow
     seed: int = 0  # of dummy weights and of requests that bring no seed
 
@@ -59,14 +61,19 @@ class RunnerConfig(Section):
     inputs: str = "persistent"
     attention: str = "auto"
     forward: str = "eager"
+    compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
 
 
 class SpecDecodeConfig(Section):
     method: str = "none"
-    k: int = 6  # tokens guessed at a time, at most
+    k: int = 8  # tokens guessed at a time, at most
+    model: str | None = (
+        None  # that guesses (draft): as model.path, with the same vocabulary; or a folder (eagle, medusa)
+    )
+    layers: int = 2  # of the model itself that guess (method self_draft)
     acceptance: str = "match"
     adaptive: bool = True
-    ngram_min: int = 2  # shortest run of tokens that is looked up
+    ngram_min: int = 1  # shortest run of tokens that is looked up
     ngram_max: int = 4
     suffix_tokens: int = 32768  # of earlier outputs that the suffix method remembers; 0: none
 
@@ -82,6 +89,14 @@ class EngineSection(Section):
 
 class StructuredConfig(Section):
     backend: str = "auto"  # of structured output; auto: the first that is installed and can hold the request's form
+
+
+class LoRAConfig(Section):
+    enabled: bool = False
+    max_loras: int = 8  # slots: different adapters in a step at most
+    max_rank: int = 64  # of an adapter
+    max_cpu_loras: int = 32  # adapters in host memory
+    adapters: dict[str, str] = {}  # name -> folder, loaded at start
 
 
 class DebugConfig(Section):
@@ -101,6 +116,7 @@ class EngineConfig(Section):
     executor: ExecutorConfig = ExecutorConfig()
     engine: EngineSection = EngineSection()
     structured: StructuredConfig = StructuredConfig()
+    lora: LoRAConfig = LoRAConfig()
     debug: DebugConfig = DebugConfig()
 
     @classmethod
@@ -260,6 +276,10 @@ def check_options(config: EngineConfig) -> None:
         ("spec_decode.k", 1, 64),
         ("spec_decode.ngram_min", 1, config.spec_decode.ngram_max),
         ("spec_decode.suffix_tokens", 0, None),
+        ("lora.max_loras", 1, None),
+        ("lora.max_rank", 1, 256),
+        ("lora.max_cpu_loras", 1, None),
+        ("spec_decode.layers", 1, None),
         ("debug.preempt_every", 0, None),
     ):
         value = config.get(field_)
@@ -267,6 +287,11 @@ def check_options(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{field_} must be at least {low:g}{f' and at most {high:g}' if high else ''}, got {value}"
             )
+    lora = config.lora
+    if lora.max_cpu_loras < len(lora.adapters):
+        raise ConfigError(f"lora.adapters names {len(lora.adapters)}, lora.max_cpu_loras admits {lora.max_cpu_loras}")
+    if lora.adapters and not lora.enabled:
+        raise ConfigError("lora.adapters needs lora.enabled=true")
     chosen = {feature.name: config.get(feature.field) for feature in FEATURES}
     for conflict in CONFLICTS:
         (a, x), (b, y) = conflict.first, conflict.second
@@ -279,6 +304,7 @@ VLLM_NAMES: dict[str, str] = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "dtype": "model.dtype",
+    "quantization": "model.quantization",
     "device": "model.device",
     "seed": "model.seed",
     "max_model_len": "model.max_model_len",
@@ -296,12 +322,18 @@ VLLM_NAMES: dict[str, str] = {
     "attention_backend": "runner.attention",
     "guided_decoding_backend": "structured.backend",
     "speculative_config": "spec_decode.method",
+    "enable_lora": "lora.enabled",
+    "max_loras": "lora.max_loras",
+    "max_lora_rank": "lora.max_rank",
+    "max_cpu_loras": "lora.max_cpu_loras",
+    "compile": "runner.compile",
 }
 
 # Keys of vLLM's speculative_config -> our field.
 VLLM_SPECULATIVE: dict[str, str] = {
     "method": "spec_decode.method",
     "num_speculative_tokens": "spec_decode.k",
+    "model": "spec_decode.model",
     "prompt_lookup_min": "spec_decode.ngram_min",
     "prompt_lookup_max": "spec_decode.ngram_max",
 }
@@ -319,7 +351,10 @@ def _from_speculative_config(given: Any) -> dict[str, Any]:
         if name not in VLLM_SPECULATIVE:
             hint = did_you_mean(name, list(VLLM_SPECULATIVE))
             raise ConfigError(f'speculative_config: no key "{name}".{hint} Keys: {", ".join(VLLM_SPECULATIVE)}')
-    return {VLLM_SPECULATIVE[name]: value for name, value in found.items()}
+    overrides = {VLLM_SPECULATIVE[name]: value for name, value in found.items()}
+    if overrides.get("spec_decode.method") == "draft_model":  # vLLM's name
+        overrides["spec_decode.method"] = "draft"
+    return overrides
 
 
 def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,5 +373,7 @@ def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             value = "hash" if value else "none"
         if name == "kv_cache_memory_bytes":
             value = str(value)
+        if name == "compile":
+            overrides["runner.forward"] = "eager" if value == "off" else "piecewise"
         overrides[VLLM_NAMES[name]] = value
     return overrides

@@ -94,13 +94,23 @@ ATTENTION: Registry = Registry(
         "sdpa": "minivllm.attention.sdpa:SDPAAttention",
     },
 )
-FORWARDS: Registry = Registry("runner.forward", {"eager": "minivllm.runner.forward:EagerForward"})
+FORWARDS: Registry = Registry(
+    "runner.forward",
+    {
+        "eager": "minivllm.runner.forward:EagerForward",
+        "piecewise": "minivllm.runner.forward_piecewise:PiecewiseForward",
+    },
+)
 PROPOSERS: Registry = Registry(
     "spec_decode.method",
     {
         "none": "minivllm.spec_decode.make:none",
         "ngram": "minivllm.spec_decode.make:ngram",
         "suffix": "minivllm.spec_decode.make:suffix",
+        "draft": "minivllm.spec_decode.make:draft",
+        "self_draft": "minivllm.spec_decode.make:self_draft",
+        "eagle": "minivllm.spec_decode.make:eagle",
+        "medusa": "minivllm.spec_decode.make:medusa",
     },
 )
 ACCEPTANCES: Registry = Registry(
@@ -247,11 +257,42 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "quantization",
+        "model.quantization",
+        ("auto", "none", "int8", "int4"),
+        "auto",
+        "how linear layers keep their weights on a CPU: auto keeps those that a GGUF file has in 4 or 8 bits; int8 and "
+        "int4 round any model's when it is loaded; none computes with all of them in the model's dtype",
+        chapter="15",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "dense_copy",
+        "model.dense_copy",
+        (True, False),
+        True,
+        "keep, beside weights in 4 or 8 bits, a copy in bf16 for steps of many tokens: faster prefill, more memory",
+        chapter="15",
+        workload="fixed",
+        metric="ttft_p50",
+    ),
+    Feature(
         "forward",
         "runner.forward",
         FORWARDS.names(),
         "eager",
-        "how the model's forward is called",
+        "how the model's forward is called: as it is written, or as a graph cut into pieces at attention",
+        chapter="14",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "compile",
+        "runner.compile",
+        ("off", "background", "wait"),
+        "off",
+        "when the pieces are compiled: never, while requests are served eagerly, or before the first token",
         chapter="14",
         workload="fixed",
         metric="throughput",
@@ -261,8 +302,9 @@ FEATURES: tuple[Feature, ...] = (
         "spec_decode.method",
         PROPOSERS.names(),
         "none",
-        "who guesses the next tokens, so that one forward can check several: nobody, or a look-up of what followed the "
-        "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency)",
+        "who guesses the next tokens, so that one forward can check several: nobody, a look-up of what followed the "
+        "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency), a "
+        "smaller model (draft), the model's first layers (self_draft), heads on its hidden states (eagle, medusa)",
         chapter="18",
         workload="fixed",
         metric="tpot_p50",
@@ -309,6 +351,15 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "lora",
+        "lora.enabled",
+        (False, True),
+        False,
+        "LoRA adapters, several in one batch, loaded and unloaded at run time (PEFT's format)",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
         "structured",
         "structured.backend",
         ("auto", *GRAMMARS.names()),
@@ -347,6 +398,19 @@ CONFLICTS: tuple[Conflict, ...] = (
         "V0's scheduler computes a prompt whole: a step is all prefill or all decode",
     ),
     Conflict(("scheduler", "static"), ("chunked_prefill", True), "static batching computes prompts whole"),
+    *(
+        Conflict(("forward", "eager"), ("compile", option), "only runner.forward=piecewise has pieces to compile")
+        for option in ("background", "wait")
+    ),
+    *(
+        Conflict(pieces, (axis, option), f"{what} by C++ calls that cannot be traced yet")
+        for pieces in (("forward", "piecewise"), ("compile", "background"), ("compile", "wait"))
+        for axis, option, what in (
+            ("quantization", "int8", "packed weights are multiplied"),
+            ("quantization", "int4", "packed weights are multiplied"),
+            ("lora", True, "adapters are multiplied"),
+        )
+    ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")
@@ -364,10 +428,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         for axis, options, keeps, why in (
             ("prefix", PREFIX_INDEXES.names(), "none", "keeps a cache for each request: no request finds another's"),
             ("kv_dtype", ("auto", "int8"), "auto", "keeps K and V in the model's dtype"),
+            ("quantization", ("none", "int8", "int4"), "none", "computes with all weights in the model's dtype"),
+            ("dense_copy", (True, False), True, "has no packed weights beside which there could be a copy"),
             ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
             ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
             ("forward", FORWARDS.names(), "eager", "runs its model eagerly"),
+            ("compile", ("off", "background", "wait"), "off", "runs its model eagerly"),
+            ("lora", (False, True), False, "has its own layers, without adapters"),
             ("spec_decode", PROPOSERS.names(), "none", "is the baseline: its cache takes back no rejected draft"),
         )
         for option in options

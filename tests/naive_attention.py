@@ -23,6 +23,15 @@ class NaiveAttention:
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v.float()))
 
 
+def hidden_of(model, forward, num_tokens: int) -> Tensor:
+    """[T, hidden] of random tokens, the same for equal T; forward is the model or stands for it."""
+    layers = model.attention_layers
+    context = ForwardContext(NaiveAttention(), None, [torch.empty(0)] * len(layers), layers)
+    token_ids = torch.randint(model.spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
+    with torch.inference_mode(), forward_context(context):
+        return forward(token_ids, torch.arange(num_tokens))
+
+
 def logits_of(model, token_ids: list[int]) -> Tensor:
     """[T, vocab] fp32: the logits after each token of one sequence."""
     layers = model.attention_layers

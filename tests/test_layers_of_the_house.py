@@ -25,16 +25,18 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("matrix",),
     ("config",),
     ("structured",),
+    ("waiting",),
     ("request",),
     ("plan",),
     ("trace",),
     ("kv",),
     ("scheduler",),
-    ("compile", "attention", "kernels", "layers"),
+    ("compile", "attention", "kernels", "layers", "quantization"),
     ("models",),
     ("loading",),
     ("sampling",),
     ("spec_decode",),
+    ("lora",),
     ("runner",),
     ("executor",),
     ("engine",),
@@ -54,6 +56,7 @@ CONTROL_PLANE = (
     *("minivllm.config", "minivllm.features", "minivllm.request", "minivllm.plan", "minivllm.trace"),
     *("minivllm.kv.manager", "minivllm.kv.prefix", "minivllm.kv.prefix_hash"),
     *("minivllm.scheduler.policy", "minivllm.scheduler.unified", "minivllm.engine.core"),
+    *("minivllm.lora.table", "minivllm.lora.scheduling"),
 )
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "starlette", "pydantic")
 MAX_IMPORT_SECONDS = 0.15

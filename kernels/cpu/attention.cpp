@@ -7,6 +7,7 @@
 
 #include <limits>
 
+#include "amx.h"
 #include "plan.h"
 
 namespace minivllm {
@@ -96,6 +97,7 @@ struct Scratch {
   const uint32_t* keys[CHUNK / LANES];
 
   void fit(const Layout& layout, int rows) {
+    rows = round_up(rows, 16);  // whole tiles of the matrix unit
     scores.resize(size_t(rows) * CHUNK);
     weights.resize(size_t(rows) * CHUNK);
     query.resize(size_t(rows) * layout.words * (4 / item_size(layout.kv)));
@@ -181,8 +183,7 @@ float soften(const Call& call, int num_vectors, int first, int last, float* scor
     store(scores + j * LANES, x);
     highest = x > highest ? x : highest;
   }
-  float peak = scratch.peak[m];
-  for (int i = 0; i < LANES; i++) peak = std::max(peak, highest[i]);
+  const float peak = std::max(scratch.peak[m], max_of(highest));
   const float base = peak == none ? 0 : peak;  // nothing seen so far: every weight is 2^-inf, not 2^NaN
   Floats sum{};
   for (int j = 0; j < num_vectors; j++) {
@@ -197,10 +198,8 @@ float soften(const Call& call, int num_vectors, int first, int last, float* scor
     else
       store(weights + j * LANES, p);
   }
-  const float shrink = std::exp2(scratch.peak[m] - base);
-  float total = scratch.sum[m] * shrink;
-  for (int i = 0; i < LANES; i++) total += sum[i];
-  scratch.sum[m] = total;
+  const float shrink = exp2_of_negative(splat(scratch.peak[m] - base))[0];
+  scratch.sum[m] = scratch.sum[m] * shrink + sum_of(sum);
   scratch.peak[m] = peak;
   return shrink;
 }
@@ -259,6 +258,44 @@ void merge(const Call& call, const Tile& tile, int head, Scratch& scratch) {
   write_output(call, tile, head, scratch.mean.data(), scratch.sum.data());
 }
 
+// The matrix unit's turn, if there is one and this shape fits it.
+template <Kind K, bool PAIRS>
+bool by_matrix([[maybe_unused]] const Layout& layout, [[maybe_unused]] int rows) {
+#ifdef MINIVLLM_AMX
+  if constexpr (K == BF16 && PAIRS)
+    return rows >= AMX_ROWS && layout.direct && layout.head_size % 32 == 0 && amx_allowed();
+#endif
+  return false;
+}
+
+template <Kind K, bool PAIRS>
+void multiply_keys(const Layout& layout, const Chunk& chunk, int rows, Scratch& scratch) {
+  const auto* query = (const Query<K>*)scratch.query.data();
+#ifdef MINIVLLM_AMX
+  if constexpr (K == BF16 && PAIRS)
+    if (by_matrix<K, PAIRS>(layout, rows))
+      return amx_scores_of(scratch.keys, chunk.num_vectors, chunk.stride, query, layout.words, rows,
+                           scratch.scores.data());
+#endif
+  scores_of<K>(scratch.keys, chunk.num_vectors, chunk.stride, layout.direct ? layout.v_at : 0, query, layout.words, rows,
+               scratch.scores.data());
+}
+
+template <Kind K, bool PAIRS>
+void multiply_values(const Layout& layout, const Chunk& chunk, int rows, Scratch& scratch) {
+  const auto* weights = (const Weight<K, PAIRS>*)scratch.weights.data();
+#ifdef MINIVLLM_AMX
+  if constexpr (K == BF16 && PAIRS)
+    if (by_matrix<K, PAIRS>(layout, rows)) {
+      const int terms = layout.block_size % 32 == 0 && chunk.begin % 32 == 0 ? 16 : 8;
+      return amx_add_means(scratch.segments, chunk.num_segments, layout.head_size, terms, rows, weights,
+                           scratch.mean.data(), layout.padded_head());
+    }
+#endif
+  add_means<K, PAIRS>(scratch.segments, chunk.num_segments, layout.head_size, rows, weights, scratch.mean.data(),
+                      layout.padded_head());
+}
+
 template <Kind K, bool PAIRS>
 void attend_tile(const Call& call, const Tile& tile, int head, Scratch& scratch) {
   const Layout& layout = call.plan.layout;
@@ -273,8 +310,7 @@ void attend_tile(const Call& call, const Tile& tile, int head, Scratch& scratch)
   const int grain = layout.direct ? 16 : layout.block_size;  // a read starts where vectors of a page do
   for (int at = tile.key_begin / grain * grain; at < tile.key_end; at += CHUNK) {
     const Chunk chunk = find_keys<K>(call, tile, head, at, scratch);
-    scores_of<K>(scratch.keys, chunk.num_vectors, chunk.stride, (const Query<K>*)scratch.query.data(), layout.words,
-                 rows, scratch.scores.data());
+    multiply_keys<K, PAIRS>(layout, chunk, rows, scratch);
     for (int m = 0; m < rows; m++) {
       const int position = seq_len - queries + tile.first_query + m / group;
       const int last = std::min(position + 1, tile.key_end) - at;
@@ -284,8 +320,7 @@ void attend_tile(const Call& call, const Tile& tile, int head, Scratch& scratch)
       if (shrink != 1)
         for (int d = 0; d < layout.padded_head(); d++) scratch.mean[m * layout.padded_head() + d] *= shrink;
     }
-    add_means<K, PAIRS>(scratch.segments, chunk.num_segments, layout.head_size, rows,
-                        (const Weight<K, PAIRS>*)scratch.weights.data(), scratch.mean.data(), layout.padded_head());
+    multiply_values<K, PAIRS>(layout, chunk, rows, scratch);
   }
   if (tile.group >= 0)
     merge(call, tile, head, scratch);
@@ -353,6 +388,9 @@ void minivllm_attend(void* plan_, int view, const minivllm_tensors* tensors, min
 }
 
 const char* minivllm_isa() {
+#ifdef MINIVLLM_AMX
+  if (amx_allowed()) return "AVX-512 with bfloat16 and AMX";
+#endif
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
   return "AVX-512 with bfloat16";
 #elif defined(__AVX512F__) && defined(__AVX512BW__)

@@ -33,19 +33,19 @@ class Unbuildable(Exception):
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """Loaded; compiled before if this is the first use on this machine. Raises Unbuildable."""
+def library(name: str = "attention") -> ctypes.CDLL:
+    """<name>.cpp, loaded; compiled before if this is the first use on this machine. Raises Unbuildable."""
     try:
-        return ctypes.CDLL(str(path()))
+        return ctypes.CDLL(str(path(name)))
     except OSError as e:
         raise Unbuildable(f"the compiled kernels do not load: {e}") from e
 
 
 @functools.cache
-def obstacle() -> str | None:
-    """Why library() fails, or None. Compiles, and keeps a failure: nothing is tried twice in a process."""
+def obstacle(name: str = "attention") -> str | None:
+    """Why library(name) fails, or None. Compiles, and keeps a failure: nothing is tried twice in a process."""
     try:
-        library()
+        library(name)
     except Unbuildable as e:
         return str(e)
     return None
@@ -58,7 +58,7 @@ def isa() -> str:
     return name().decode()
 
 
-def path() -> Path:
+def path(name: str) -> Path:
     """The shared library, compiled if need be."""
     from minivllm.loading.cache import Cache, default_cache_dir
 
@@ -67,19 +67,19 @@ def path() -> Path:
         raise Unbuildable(f"no C++ compiler on the PATH (looked for {', '.join(COMPILERS)})")
     cache = Cache(default_cache_dir() / "kernels")
     try:
-        folder = cache.entry(f"cpu-{key(compiler)}", lambda folder: compile_into(folder, compiler))
+        folder = cache.entry(f"cpu-{name}-{key(compiler, name)}", lambda folder: compile_into(folder, compiler, name))
     except ModelError as e:
         raise Unbuildable(str(e)) from e
-    return folder / "attention.so"
+    return folder / f"{name}.so"
 
 
-def key(compiler: str) -> str:
+def key(compiler: str, name: str) -> str:
     """Names what the library depends on: source, flags, this compiler's file and this kind of processor."""
     found = Path(compiler).resolve()
     stat = found.stat()
     parts = [str(found), str(stat.st_size), str(stat.st_mtime_ns), *FLAGS, platform.machine(), processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for source in [SOURCES / "attention.cpp", *sorted(SOURCES.glob("*.h"))]:
+    for source in [SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -94,11 +94,11 @@ def processor() -> str:
         return platform.processor()
 
 
-def compile_into(folder: Path, compiler: str) -> None:
+def compile_into(folder: Path, compiler: str, name: str) -> None:
     begin = time.perf_counter()
-    print(f"compiling the CPU's attention kernels with {compiler} (once) ...", end=" ", file=sys.stderr, flush=True)
+    print(f"compiling the CPU's {name} kernels with {compiler} (once) ...", end=" ", file=sys.stderr, flush=True)
     for target in TARGETS:
-        command = [compiler, *FLAGS, *target, str(SOURCES / "attention.cpp"), "-o", str(folder / "attention.so")]
+        command = [compiler, *FLAGS, *target, str(SOURCES / f"{name}.cpp"), "-o", str(folder / f"{name}.so")]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as e:

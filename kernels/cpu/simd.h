@@ -165,6 +165,22 @@ inline Floats exp2_of_negative(Floats x) {
   return tiny ? Floats{} : y * as_floats(power);
 }
 
+// Halving: a chain of LANES dependent operations would take longer than the products of a whole chunk.
+inline float sum_of(Floats x) {
+  float lane[LANES];
+  store(lane, x);
+  for (int n = LANES / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) lane[i] += lane[i + n];
+  return lane[0];
+}
+inline float max_of(Floats x) {
+  float lane[LANES];
+  store(lane, x);
+  for (int n = LANES / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) lane[i] = lane[i] < lane[i + n] ? lane[i + n] : lane[i];
+  return lane[0];
+}
+
 // tanh by 1 - 2 / (e^2|x| + 1): never overflows.
 inline Floats tanh_of(Floats x) {
   Floats magnitude = x < 0.0f ? -x : x;

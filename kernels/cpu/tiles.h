@@ -27,15 +27,20 @@ template <Kind K, bool PAIRS>
 using Weight = std::conditional_t<BY_DOT<K> && PAIRS, uint16_t, float>;
 
 // scores[row][lane of vector j] for ROWS rows and NV vectors of keys. keys[j] points at word 0 of LANES keys, the words
-// of one key lie `stride` apart. q [ROWS][words][...].
+// of one key lie `stride` apart. q [ROWS][words][...]. `ahead`: bytes from K to V of a page; V is fetched while K is
+// multiplied, for a decode that comes to it only after the softmax, in jumps that the processor does not foresee.
 template <Kind K, int ROWS, int NV>
-inline void dot_tile(const uint32_t* const* keys, size_t stride, const Query<K>* q, int words, float* scores) {
+inline void dot_tile(const uint32_t* const* keys, size_t stride, size_t ahead, const Query<K>* q, int words,
+                     float* scores) {
   constexpr int PER = 4 / item_size(K);
   Floats acc[ROWS][NV] = {};
   for (int w = 0; w < words; w++) {
     Words word[NV];
 #pragma GCC unroll 4
-    for (int j = 0; j < NV; j++) word[j] = load<Words>(keys[j] + w * stride);
+    for (int j = 0; j < NV; j++) {
+      word[j] = load<Words>(keys[j] + w * stride);
+      __builtin_prefetch((const char*)(keys[j] + w * stride) + ahead);
+    }
     if constexpr (BY_DOT<K>) {
 #pragma GCC unroll 8
       for (int m = 0; m < ROWS; m++)
@@ -136,15 +141,15 @@ inline void for_rows(int count, F&& f) {
 
 // scores [rows][CHUNK]: all rows against all vectors of keys.
 template <Kind K>
-inline void scores_of(const uint32_t* const* keys, int num_vectors, size_t stride, const Query<K>* q, int words, int rows,
-                      float* scores) {
+inline void scores_of(const uint32_t* const* keys, int num_vectors, size_t stride, size_t ahead, const Query<K>* q,
+                      int words, int rows, float* scores) {
   constexpr int PER_QUERY = BY_DOT<K> ? 1 : 4 / item_size(K);
   for_rows(rows, [&]<int ROWS>(int m) {
     const Query<K>* query = q + m * words * PER_QUERY;
     float* to = scores + m * CHUNK;
     int j = 0;
-    for (; j + 4 <= num_vectors; j += 4) dot_tile<K, ROWS, 4>(keys + j, stride, query, words, to + j * LANES);
-    for (; j < num_vectors; j++) dot_tile<K, ROWS, 1>(keys + j, stride, query, words, to + j * LANES);
+    for (; j + 4 <= num_vectors; j += 4) dot_tile<K, ROWS, 4>(keys + j, stride, ahead, query, words, to + j * LANES);
+    for (; j < num_vectors; j++) dot_tile<K, ROWS, 1>(keys + j, stride, ahead, query, words, to + j * LANES);
   });
 }
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from minivllm.compile.opaque import opaque
+
 if TYPE_CHECKING:
     from minivllm.attention.base import AttentionBackend, AttentionSpec
 
@@ -41,10 +43,22 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         _current.reset(token)
 
 
+def _attend_into(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int) -> None:
+    context = _current.get()
+    context.backend.forward(q, k, v, context.kv_caches[layer], context.meta, context.layers[layer], out)
+
+
+# Mutates `out` alone as far as a compiler can see: the cache is not among its arguments, because Inductor would copy a
+# view of it that is written to (pytorch #131192).
+_attend_op = opaque(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer) -> ()", _attend_into, lambda *_: None
+)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
     """Write k and v into layer's cache, then attend. q [T, heads, head_size], k and v [T, kv_heads, head_size] -> like
-    q."""
-    context = _current.get()
-    out = torch.empty_like(q)
-    context.backend.forward(q, k, v, context.kv_caches[layer], context.meta, context.layers[layer], out)
+    q, contiguous. Outside of a forward context the model is being traced: then it is an operation of the graph."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    run = _attend_op if _current.get(None) is None else _attend_into
+    run(q, k, v, out, layer)
     return out

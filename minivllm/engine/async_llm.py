@@ -15,11 +15,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from minivllm.engine.core import EngineStats
-from minivllm.engine.frontend import EngineHandle, OutputKind, Prompt
-from minivllm.engine.messages import Abort, Add, Message, Refused, Report
+from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
+from minivllm.engine.messages import Abort, Add, Call, Message, Refused, Report, Returned
 from minivllm.engine.output import RequestOutput
 from minivllm.errors import BadRequest, EngineDead
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams
 
@@ -43,6 +47,8 @@ class AsyncLLM(EngineHandle):
     def _start(self) -> None:
         self.stats = EngineStats()
         self.watchers: list[Watcher] = []
+        self._calls: dict[int, asyncio.Future] = {}
+        self._num_calls = 0
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: Exception | None = None
@@ -59,6 +65,7 @@ class AsyncLLM(EngineHandle):
         priority: int = 0,
         cache_salt: str = "",
         output_kind: OutputKind = "cumulative",
+        lora_request: Asked = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come; the last one has finished=True. Leaving the iterator early aborts the request.
 
@@ -72,7 +79,8 @@ class AsyncLLM(EngineHandle):
             raise BadRequest(f'request id "{request_id}" is in use', "request_id")
         self._loop = asyncio.get_running_loop()
         self._check_alive()
-        requests = self._front.requests(prompt, params, request_id, output_kind, priority, cache_salt)
+        adapter = await self._adapter(lora_request)
+        requests = self._front.requests(prompt, params, request_id, output_kind, priority, cache_salt, adapter)
         stream = self._streams[request_id] = asyncio.Queue()
         finished = False
         try:
@@ -100,6 +108,17 @@ class AsyncLLM(EngineHandle):
             if output is not None:
                 stream.put_nowait(output)
 
+    async def load_lora(self, name: str, path: str) -> Adapter:
+        """Load an adapter (PEFT's folder) between two steps, to be named by requests. Raises AdapterError."""
+        loaded = await self._call("load_lora", name, path)
+        self._know_loras(await self._call("list_loras"))
+        return msgspec.convert(loaded, Adapter)
+
+    async def unload_lora(self, name: str) -> None:
+        """New requests cannot name it from now on; those that live keep it. Raises UnknownAdapter."""
+        await self._call("unload_lora", name)
+        self._know_loras(await self._call("list_loras"))
+
     @property
     def is_running(self) -> bool:
         return self._dead is None and self._link.is_running
@@ -111,6 +130,23 @@ class AsyncLLM(EngineHandle):
     def close(self) -> None:
         """shutdown() for callers without an event loop."""
         self._link.close()
+
+    async def _adapter(self, asked: Asked) -> str:
+        """The name of a request's adapter, "" for none; a LoRARequest's is loaded if it is not."""
+        if not isinstance(asked, LoRARequest):
+            return self._loaded(asked)
+        name = await self._call("ensure_lora", asked)
+        self._know_loras(await self._call("list_loras"))
+        return name
+
+    async def _call(self, name: str, *args: Any) -> Any:
+        """One of the engine's `calls`, made between two steps; its result as plain data."""
+        self._loop = asyncio.get_running_loop()
+        self._check_alive()
+        self._num_calls += 1
+        answer = self._calls[self._num_calls] = self._loop.create_future()
+        self._link.send(Call(self._num_calls, name, [msgspec.to_builtins(arg) for arg in args]))
+        return await answer
 
     def _check_alive(self) -> None:
         if not self.is_running:
@@ -140,6 +176,17 @@ class AsyncLLM(EngineHandle):
     def _fail_all(self, error: Exception) -> None:
         for stream in self._streams.values():
             stream.put_nowait(error)
+        for call_id in list(self._calls):
+            self._settle(call_id, None, error)
+
+    def _settle(self, call_id: int, value: Any, error: Exception | None) -> None:
+        answer = self._calls.pop(call_id)
+        if answer.done():  # whoever asked has gone
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
 
     # --- the link's side
 
@@ -152,6 +199,9 @@ class AsyncLLM(EngineHandle):
                 self._post(self._deliver, message.deltas)
         elif isinstance(message, Refused):
             self._post(self._refuse, message.req_id, message.error.exception())
+        elif isinstance(message, Returned):
+            error = None if message.error is None else message.error.exception()
+            self._post(self._settle, message.id, message.value, error)
         else:
             self._dead = message.error.exception()
             self._post(self._fail_all, self._dead)

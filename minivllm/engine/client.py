@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 from minivllm.engine.core import EngineCore, EngineStats
 from minivllm.engine.link import Link
-from minivllm.engine.messages import Abort, Add, Message, Report
+from minivllm.engine.messages import Abort, Add, Call, Message, Report, Returned
 from minivllm.plan import Delta
 from minivllm.request import EngineRequest
 
@@ -24,14 +26,19 @@ class EngineClient(Protocol):
         """What has changed; [] if nothing did within timeout seconds (None: as long as it takes)."""
         ...
 
+    def call(self, name: str, *args: Any) -> Any:
+        """One of the engine's `calls`; its result as plain data."""
+        ...
+
     def close(self) -> None: ...
 
 
 class InprocClient:
     """The core in this process and thread: polling it is what makes it step."""
 
-    def __init__(self, core: EngineCore):
+    def __init__(self, core: EngineCore, calls: Mapping[str, Callable[..., Any]]):
         self.core = core
+        self.calls = calls
         self.stats = core.stats
 
     def add(self, req: EngineRequest) -> None:
@@ -48,6 +55,9 @@ class InprocClient:
                 break
         return []
 
+    def call(self, name: str, *args: Any) -> Any:
+        return msgspec.to_builtins(self.calls[name](*args))
+
     def close(self) -> None:
         self.core.shutdown()
 
@@ -59,6 +69,7 @@ class LinkClient:
         self.stats = EngineStats()
         self._link = link
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._num_calls = 0
         link.start(self._messages.put)
 
     def add(self, req: EngineRequest) -> None:
@@ -66,6 +77,18 @@ class LinkClient:
 
     def abort(self, req_ids: Sequence[str]) -> None:
         self._link.send(Abort(list(req_ids)))
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Only while no request runs: what else arrives meanwhile is dropped."""
+        self._num_calls += 1
+        self._link.send(Call(self._num_calls, name, [msgspec.to_builtins(arg) for arg in args]))
+        while True:
+            message = self._messages.get()
+            if isinstance(message, Returned) and message.error is None:
+                return message.value
+            if not isinstance(message, Report):
+                raise message.error.exception()
+            self.stats.take(message.stats)
 
     def poll(self, timeout: float | None = None) -> list[Delta]:
         """Raises what the core refused a request with, and EngineDead once it has ended."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from minivllm.config import Decision, EngineConfig, from_vllm_names
 from minivllm.engine.build import build, build_grammars
 from minivllm.engine.core import Observer
@@ -20,12 +22,15 @@ from minivllm.engine.output import OutputProcessor, RequestOutput
 from minivllm.engine.prepare import children, prepare
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest, ConfigError
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.table import Adapter, find, lora_is_off
 from minivllm.plan import Delta
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 OutputKind = Literal["cumulative", "delta", "final"]
 Messages = Sequence[Mapping[str, Any]]
+Asked = LoRARequest | str | None  # an adapter: to be loaded if need be, or the name of one that is loaded
 
 
 def make_config(
@@ -53,12 +58,7 @@ class EngineHandle:
         observers: Sequence[Observer] = (),
         **vllm_names: Any,
     ):
-        config = make_config(model, preset, overrides, vllm_names)
-        if config.engine.core == "process" and observers:
-            raise ConfigError("observers watch a core in this process: engine.core=inproc (a trace: debug.trace=FILE)")
-        self._link: Link = (
-            ProcessLink(config) if config.engine.core == "process" else ThreadLink(build(config, observers))
-        )
+        self._link = _connect(make_config(model, preset, overrides, vllm_names), observers)
         self._core = self._link.core if isinstance(self._link, ThreadLink) else None
         facts = self._link.facts
         self.config = facts.config
@@ -66,12 +66,27 @@ class EngineHandle:
         self.max_model_len = facts.max_model_len
         self.model_name = facts.model_name
         self.info = facts.info
+        self._loras = {adapter.name: adapter for adapter in facts.adapters}
         self._front = FrontEnd(facts)
         self.tokenizer = self._front.tokenizer
         self._start()
 
     def _start(self) -> None:
         """What a subclass needs beside the engine."""
+
+    def list_loras(self) -> list[Adapter]:
+        """The LoRA adapters that requests may name, oldest first."""
+        return list(self._loras.values())
+
+    def _know_loras(self, listed: list[dict[str, Any]]) -> None:
+        """listed: what the engine's call "list_loras" gave."""
+        self._loras = {adapter.name: adapter for adapter in msgspec.convert(listed, list[Adapter])}
+
+    def _loaded(self, name: str | None) -> str:
+        """The name of a loaded adapter, "" for none. Raises UnknownAdapter."""
+        if name and not self.config.lora.enabled:
+            raise lora_is_off()
+        return find(self._loras, name).name if name else ""
 
 
 def _connect(config: EngineConfig, observers: Sequence[Observer]) -> Link:
@@ -119,9 +134,13 @@ class FrontEnd:
         kind: OutputKind,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> list[EngineRequest]:
         """The engine requests of one prompt: one for each of n samples, or one that searches with beams. Their outputs
-        are expected from now on."""
+        are expected from now on.
+
+        adapter: the name of a LoRA adapter; the engine core refuses one that is not loaded when the request arrives.
+        """
         text, token_ids = self.tokenize(prompt)
         beam = params if isinstance(params, BeamSearchParams) else None
         resolved = self.prepare(beam.step if beam else params, token_ids)
@@ -134,7 +153,7 @@ class FrontEnd:
         now = time.monotonic()
         self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
         return [
-            EngineRequest(req_id, token_ids, child, now, priority, "", cache_salt, group, beam)
+            EngineRequest(req_id, token_ids, child, now, priority, adapter, cache_salt, group, beam)
             for req_id, child in zip(ids, each, strict=False)
         ]
 

@@ -60,6 +60,7 @@ def facts_of(engine: Engine) -> Facts:
         engine.model_name,
         str(engine.tokenizer_dir),
         engine.info,
+        list(engine.adapters.loaded.values()),
     )
 
 
@@ -68,12 +69,13 @@ class ThreadLink:
 
     def __init__(self, engine: Engine):
         self.core = engine.core
+        self.calls = engine.calls
         self.facts = facts_of(engine)
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, receive: Receive) -> None:
-        loop = StepLoop(self.core, self._take, receive)
+        loop = StepLoop(self.core, self.calls, self._take, receive)
         self._thread = threading.Thread(target=loop.run, name="minivllm-step", daemon=True)
         self._thread.start()
 

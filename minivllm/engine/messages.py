@@ -13,6 +13,7 @@ import msgspec
 from minivllm import errors
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineStats
+from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
 from minivllm.request import EngineRequest
 
@@ -27,6 +28,14 @@ class Add(Command):
 
 class Abort(Command):
     req_ids: list[str]
+
+
+class Call(Command):
+    """One of the engine's `calls`, by name, between two steps. Answered by Returned with the same id."""
+
+    id: int
+    name: str
+    args: list[Any]
 
 
 class Close(Command):
@@ -46,6 +55,7 @@ class Facts(Message):
     model_name: str
     tokenizer_dir: str
     info: dict[str, Any]
+    adapters: list[Adapter]  # LoRA's, loaded at start
 
 
 class Report(Message):
@@ -63,6 +73,14 @@ class Refused(Message):
 
     req_id: str
     error: Failure
+
+
+class Returned(Message):
+    """What a Call gave, as plain data, or how it failed."""
+
+    id: int
+    value: Any
+    error: Failure | None = None
 
 
 class Ended(Message):
@@ -89,5 +107,5 @@ class Failure(msgspec.Struct, array_like=True, gc=False):
         return kind(self.text, self.param) if issubclass(kind, errors.BadRequest) else kind(self.text)
 
 
-COMMANDS = Add | Abort | Close
-MESSAGES = Facts | Report | Refused | Ended
+COMMANDS = Add | Abort | Call | Close
+MESSAGES = Facts | Report | Refused | Returned | Ended

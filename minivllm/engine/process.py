@@ -50,7 +50,7 @@ def main(folder: str) -> int:
         engine = build(config)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         post(facts_of(engine))
-        StepLoop(engine.core, take, post).run()
+        StepLoop(engine.core, engine.calls, take, post).run()
         code = 0
     except Exception as error:
         post(Ended(Failure.of(error)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from minivllm.engine.core import EngineCore
-from minivllm.engine.messages import Abort, Add, Command, Ended, Failure, Message, Refused, Report
+from minivllm.engine.messages import Abort, Add, Call, Command, Ended, Failure, Message, Refused, Report, Returned
 from minivllm.errors import BadRequest, EngineDead
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import EngineRequest
@@ -34,10 +36,16 @@ class Reporter:
 
 class StepLoop:
     def __init__(
-        self, core: EngineCore, take: Callable[[bool], Command | None], post: Callable[[Message], None]
+        self,
+        core: EngineCore,
+        calls: Mapping[str, Callable[..., Any]],
+        take: Callable[[bool], Command | None],
+        post: Callable[[Message], None],
     ) -> None:
-        """take(block): the next command; None if there is none and block is False. post: to the front end."""
+        """calls: what a front end may ask for by name. take(block): the next command; None if there is none and block
+        is False. post: to the front end."""
         self._core = core
+        self._calls = calls
         self._take = take
         self._post = post
         self._reporter = Reporter(core)
@@ -65,9 +73,17 @@ class StepLoop:
                 self._add(command.request)
             elif isinstance(command, Abort):
                 self._core.abort(command.req_ids)
+            elif isinstance(command, Call):
+                self._post(self._answer(command))
             else:
                 return False
         return True
+
+    def _answer(self, call: Call) -> Returned:
+        try:
+            return Returned(call.id, msgspec.to_builtins(self._calls[call.name](*call.args)))
+        except Exception as error:
+            return Returned(call.id, None, Failure.of(error))
 
     def _add(self, request: EngineRequest) -> None:
         try:

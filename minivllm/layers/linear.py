@@ -92,10 +92,13 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 class Linear(nn.Module):
     """y = x W^T + b with W [n_out, n_in]; n_out is the sum of `parts`, stacked in their order."""
 
+    output_dtype: torch.dtype | None = None  # a method that sums in fp32 anyway may give its sums; None: the input's
+
     def __init__(
         self, n_in: int, parts: Mapping[str, int], *, bias: bool = False, dtype: torch.dtype, method: QuantMethod
     ):
         super().__init__()
+        self.n_in = n_in
         self.rows = row_ranges(parts)
         n_out = sum(parts.values())
         self.method = method

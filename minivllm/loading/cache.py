@@ -50,6 +50,15 @@ class Cache:
             ) from e
         return path
 
+    def discard(self, name: str) -> None:
+        """Forget an entry that was found damaged. Whoever has its files open keeps them."""
+        path = self.root / name
+        with _lock(self.root / f".{name}.lock"):
+            if path.is_dir():
+                aside = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=self.root))
+                path.rename(aside / name)
+                shutil.rmtree(aside)
+
     def _build(self, path: Path, build: Callable[[Path], None]) -> None:
         for leftover in self.root.glob(f".{glob.escape(path.name)}.*.tmp"):  # their writer is dead: we hold the lock
             shutil.rmtree(leftover, ignore_errors=True)

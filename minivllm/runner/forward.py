@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -12,12 +14,29 @@ from minivllm.runner.batch import InputBatch
 from minivllm.runner.inputs import BatchKey
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardOptions:
+    compile: str  # off | background | wait
+    check: bool  # assert what a graph capture would need
+    max_tokens: int  # a forward has no more
+    num_threads: int
+    cache: Path  # where compiled pieces are kept
+
+
 class ForwardRunner(Protocol):
+    """One registry entry of the `runner.forward` axis, made with (model, device, options). `decision`: what runs,
+    and why."""
+
+    decision: tuple[str, str]
+
     def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
         """The padded shape that this batch will run in."""
         ...
 
-    def warmup(self, make_dummy: Callable[[BatchKey], InputBatch]) -> None: ...
+    def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
+        """Before the first step. run_dummy(key) runs a whole forward of that shape, which no request sees, and may be
+        called until this runner is gone, between steps."""
+        ...
 
     def __call__(self, batch: InputBatch) -> Tensor:
         """Hidden states [padded T, hidden]. Runs inside the step's forward_context."""
@@ -27,14 +46,17 @@ class ForwardRunner(Protocol):
 class EagerForward:
     """Calls the model as it is."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device):
+    decision = ("eager", "as it is written")
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, options: ForwardOptions):
+        assert options.compile == "off", "resolve() refuses it"
         self.model = model
         self.device = device
 
     def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
         return BatchKey(num_tokens)  # any shape will do: no padding
 
-    def warmup(self, make_dummy: Callable[[BatchKey], InputBatch]) -> None:
+    def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
         """Eager code has nothing to warm."""
 
     def __call__(self, batch: InputBatch) -> Tensor:

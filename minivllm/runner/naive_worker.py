@@ -18,6 +18,7 @@ from torch import Tensor
 from minivllm.attention.base import AttentionBackend, AttentionSpec
 from minivllm.loading import LoadedModel, resolve
 from minivllm.loading.sources import DUMMY_PREFIX, ModelFiles
+from minivllm.lora.slots import NoAdapters
 from minivllm.models import MODELS
 from minivllm.models.spec import ModelSpec
 from minivllm.plan import StepOutput, StepPlan
@@ -27,7 +28,7 @@ from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
 from minivllm.runner.worker import Sizes, Worker
 from minivllm.sampling.verify import Verifier, match
-from minivllm.spec_decode.base import NoProposer
+from minivllm.spec_decode.base import NoProposer, Recipe
 
 
 class NaiveWorker(Worker):
@@ -39,13 +40,17 @@ class NaiveWorker(Worker):
         model = TransformersModel(load_transformers(files, self.dtype, self.device, asked.seed), files.spec)
         linear = ("transformers", "executor.kind=naive: layers and weights as transformers keeps them")
         self._decide("model.linear", *linear)
-        return LoadedModel(model, files.spec, files.tokenizer_dir, files.name, files.source, linear, files.seconds)
+        weights = ("none", "executor.kind=naive: all weights in the model's dtype")
+        told = (files.tokenizer_dir, files.name, files.source, weights, linear, files.seconds)
+        return LoadedModel(model, files.spec, *told)
 
     def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
         name, reason = "transformers", "executor.kind=naive: what transformers takes for this model"
         return self._decide("runner.attention", name, reason), NoAttention
 
-    def _build_runner(self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes) -> ModelRunner:
+    def _build_runner(
+        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, recipe: Recipe
+    ) -> ModelRunner:
         model, sampler = loaded.model, self._sampler(loaded)
         self.forward = OneByOne(model, self.device)
         return ModelRunner(
@@ -58,6 +63,7 @@ class NaiveWorker(Worker):
             sampler=sampler,
             verifier=Verifier(sampler, match),
             proposer=NoProposer(),
+            adapters=NoAdapters(),
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=NoBlockMoves(),
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionBackend
 from minivllm.compile.context import ForwardContext, forward_context
+from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
@@ -43,6 +44,7 @@ class ModelRunner:
     proposer: Proposer
     prompt_logprobs: PromptLogprobs
     block_moves: BlockMoves
+    adapters: AdapterSlots | NoAdapters
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -70,6 +72,7 @@ class ModelRunner:
             self.sampler.join(row, join.params, join.token_ids, join.num_prompt_tokens)
             self.prompt_logprobs.join(join)
             self.proposer.join(row, join)
+            self.adapters.join(row, join.adapter)
         self.inputs.apply(plan, rows)
 
     def _prepare(self, plan: StepPlan) -> InputBatch:
@@ -77,6 +80,7 @@ class ModelRunner:
         return self.inputs.build(plan, key)
 
     def run_model(self, batch: InputBatch) -> Tensor:
+        self.adapters.prepare(batch.rows, batch.query_start)
         meta = self.attention.prepare(batch)
         context = ForwardContext(self.attention, meta, self.kv_caches, self.model.attention_layers)
         with forward_context(context):

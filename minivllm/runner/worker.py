@@ -6,12 +6,12 @@ composition root knows them by name.
 
 from __future__ import annotations
 
-import os
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +21,16 @@ from minivllm.attention.select import choose as choose_attention
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
+from minivllm.loading.cache import default_cache_dir
+from minivllm.lora.slots import AdapterSlots, NoAdapters
+from minivllm.machine import cpu_quota, num_cores
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
-from minivllm.runner.inputs import InputBuilder, InputSizes, Rows
+from minivllm.runner.dummies import DummyBatches
+from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.inputs import BatchKey, InputBuilder, InputSizes, Rows
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
@@ -33,12 +38,14 @@ from minivllm.sampling.grammar_mask import make_grammar_mask
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.verify import Verifier
-from minivllm.spec_decode.base import Target
+from minivllm.spec_decode.base import Recipe, Target
 from minivllm.spec_decode.make import MakeAcceptance, MakeProposer
 from minivllm.spec_decode.throttle import Throttle
 from minivllm.structured.compiler import GrammarCompiler
 
-STEP_SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257)  # tokens in a step that are timed if drafts are to be weighed
+STEP_SIZES = (1, 2, 3, 5, 9, 17, 33, 65)  # tokens in a step that are timed if drafts are to be weighed
+
+MEASURED_TOKENS = 128  # of the prefill that is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +94,30 @@ class Worker:
         self.dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, self.device))
         loaded = self._load()
         name, backend_class = self._choose_attention(loaded.model.attention_layers)
-        kv_spec = self._kv_spec(loaded.model.attention_layers)
+        recipe = parts.make_proposer(config, loaded, self.dtype, self.device)
+        kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
         sizes = self._size(kv_spec, loaded.spec.max_position)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
         self.throttle = Throttle(config.scheduler.max_num_seqs)
-        self.runner = self._build_runner(loaded, backend, sizes)
+        self.runner = self._build_runner(loaded, backend, sizes, recipe)
+        self._dummies = DummyBatches(sizes.num_blocks, config.kv.block_size, sizes.max_model_len)
+        self._warm_up()
         if config.spec_decode.method != "none" and config.spec_decode.adaptive:
-            self._calibrate(sizes.num_blocks)
+            self._calibrate()
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
 
     def _load(self) -> LoadedModel:
         asked = self.config.model
-        loaded = load_model(asked.path, self.dtype, self.device, seed=asked.seed, tokenizer=asked.tokenizer)
+        loaded = load_model(
+            asked.path,
+            self.dtype,
+            self.device,
+            seed=asked.seed,
+            tokenizer=asked.tokenizer,
+            quantization=asked.quantization,
+            dense_copy=asked.dense_copy,
+        )
+        self._decide("model.quantization", *loaded.quantization)
         self._decide("model.linear", *loaded.linear)
         return loaded
 
@@ -127,19 +146,35 @@ class Worker:
         num_host_blocks = 0 if kv.preemption == "recompute" else parse_size(kv.swap_memory) // spec.bytes_per_block
         return Sizes(num_blocks, num_host_blocks, max_model_len)
 
-    def _build_runner(self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes) -> ModelRunner:
+    def _build_runner(
+        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, recipe: Recipe
+    ) -> ModelRunner:
         config, model, parts, kv_dtype = self.config, loaded.model, self.parts, self._kv_dtype()
-        layers = model.attention_layers
         # One spare block takes the K and V of padding tokens.
-        device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), kv_dtype, self.device) for _ in layers]
-        host_shape = backend.kv_shape(sizes.num_host_blocks)
-        host_caches = [zeros(host_shape, kv_dtype, torch.device("cpu")) for _ in layers]
+        shape = backend.kv_shape(sizes.num_blocks + 1)
+        device_caches = [zeros(shape, kv_dtype, self.device) for _ in model.attention_layers]
         inputs = self._inputs(sizes)
         sampler = self._sampler(loaded)
-        proposer = parts.make_proposer(Target(config, model, inputs, sampler, device_caches, backend, self.throttle))
+        proposer = recipe.make(
+            Target(
+                config=config,
+                model=model,
+                inputs=inputs,
+                make_key=BatchKey,
+                sampler=sampler,
+                kv_caches=device_caches,
+                attention=backend,
+                throttle=self.throttle,
+                num_blocks=sizes.num_blocks,
+                max_model_len=sizes.max_model_len,
+                make_cache=lambda shape, dtype: zeros(shape, dtype, self.device),
+            )
+        )
+        moved = [*device_caches, *proposer.kv_caches]
+        host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
         return ModelRunner(
             model=model,
-            forward=parts.forwards.get(config.runner.forward)(model, self.device),
+            forward=parts.forwards.get(config.runner.forward)(model, self.device, self._forward_options(sizes)),
             attention=backend,
             kv_caches=device_caches,
             inputs=inputs,
@@ -148,7 +183,8 @@ class Worker:
             verifier=Verifier(sampler, parts.make_acceptance(proposer)),
             proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
-            block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
+            block_moves=BlockMoves(moved, host_caches, backend.block_axis),
+            adapters=self._adapters(model),
         )
 
     def _inputs(self, sizes: Sizes) -> InputBuilder:
@@ -160,6 +196,34 @@ class Worker:
         grammars = self.parts.make_grammars(loaded.tokenizer_dir, loaded.spec.vocab_size)
         processors = (make_grammar_mask(grammars), *DEFAULT_PROCESSORS)
         return Sampler(loaded.spec.vocab_size, self.config.scheduler.max_num_seqs, self.device, processors)
+
+    def _adapters(self, model: torch.nn.Module) -> AdapterSlots | NoAdapters:
+        lora = self.config.lora
+        if not lora.enabled:
+            return NoAdapters()
+        slots = AdapterSlots(model, lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs, self.dtype)
+        self._decide("lora.enabled", lora.max_loras, slots.reason)
+        return slots
+
+    def _forward_options(self, sizes: Sizes) -> ForwardOptions:
+        config = self.config
+        return ForwardOptions(
+            compile=config.runner.compile,
+            check=config.debug.check,
+            max_tokens=max(config.scheduler.max_num_batched_tokens, sizes.max_model_len, MEASURED_TOKENS),
+            num_threads=torch.get_num_threads(),
+            cache=default_cache_dir() / "compiled",
+        )
+
+    def _warm_up(self) -> None:
+        run_dummy = weakref.WeakMethod(self._run_dummy)  # the forward runner must not keep its worker alive
+        self.runner.forward.warmup(lambda key: run_dummy()(key))
+        if self.config.runner.forward != "eager":
+            self._decide("runner.forward", *self.runner.forward.decision)
+
+    @torch.inference_mode()
+    def _run_dummy(self, key: BatchKey) -> None:
+        self.runner.run_model(self._dummies.make(key.num_tokens))
 
     def _collect(
         self, loaded: LoadedModel, attention: str, spec: KVSpec, sizes: Sizes, load_seconds: float
@@ -194,7 +258,7 @@ class Worker:
         """What a preemption costs here: seconds_per_token to recompute, seconds_per_block to move one way."""
         with torch.inference_mode():
             costs = {
-                "seconds_per_token": measure_prefill(self.runner, self._facts.num_blocks, self.config.kv.block_size),
+                "seconds_per_token": measure_prefill(self.runner, self._dummies.make(MEASURED_TOKENS)),
                 "seconds_per_block": self.runner.block_moves.measure(),
             }
         shown = f"a token recomputed in {1e3 * costs['seconds_per_token']:.3f} ms"
@@ -202,16 +266,21 @@ class Worker:
         self._decide("kv.preemption", "auto", reason)
         return costs
 
-    def _calibrate(self, spare_block: int) -> None:
+    def _calibrate(self) -> None:
         """Time forwards of several sizes, so that drafts are only computed where they save time."""
-        block_size, most = self.config.kv.block_size, self.config.scheduler.max_num_batched_tokens
+        most, logits = self.config.scheduler.max_num_batched_tokens, self.runner.model.logits
+        padded = {n: self.runner.forward.key_for(1, n, n).num_tokens for n in STEP_SIZES if n <= most}
+        dummies = {n: self._dummies.make(size) for n, size in padded.items()}
         with torch.inference_mode():
-            seconds = {
-                n: n * measure_prefill(self.runner, spare_block, block_size, n, num_tries=4, logits=True)
-                for n in STEP_SIZES
-                if n <= most
-            }
-        self.throttle.calibrate(seconds)
+            tries = [  # in turns, so that a busy moment of the machine does not meet one size alone
+                {n: dummy.num_tokens * measure_prefill(self.runner, dummy, 1, logits) for n, dummy in dummies.items()}
+                for _ in range(4)
+            ]
+            seconds = {n: min(found[n] for found in tries) for n in tries[0]}
+            own, per_pass = self.runner.proposer, 0.0
+            if hasattr(own, "run_model"):  # it computes its guesses
+                per_pass = measure_prefill(own, self._dummies.make(1), 4, own.logits)
+        self.throttle.calibrate(seconds, per_pass)
         k = self.config.spec_decode.k
         grown = float(self.throttle.seconds(np.array(1 + k)) / self.throttle.seconds(np.array(1)))
         self._decide("spec_decode.k", k, f"at most; measured: a step of {1 + k} tokens takes {grown:.2f} times as long")
@@ -221,6 +290,13 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         return self.runner.execute(plan)
+
+    def load_adapter(self, key: str, path: str) -> int:
+        """The adapter's rank. Raises AdapterError."""
+        return self.runner.adapters.load(key, path)
+
+    def drop_adapter(self, key: str) -> None:
+        self.runner.adapters.drop(key)
 
     def _decide(self, field: str, value: Any, reason: str) -> Any:
         shown = str(value).removeprefix("torch.") if not isinstance(value, int) else value
@@ -235,40 +311,31 @@ class Worker:
         return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
 
 
+class RunsModel(Protocol):
+    def run_model(self, batch: InputBatch) -> torch.Tensor: ...
+
+
+def host_cache(cache: torch.Tensor, block_axis: int, num_blocks: int) -> torch.Tensor:
+    """Room on the host for so many blocks of a device's KV tensor."""
+    shape = list(cache.shape)
+    shape[block_axis] = num_blocks
+    return zeros(tuple(shape), cache.dtype, torch.device("cpu"))
+
+
 def measure_prefill(
-    runner: ModelRunner,
-    spare_block: int,
-    block_size: int,
-    num_tokens: int = 128,
+    runner: RunsModel,
+    dummy: InputBatch,
     num_tries: int = 2,
-    logits: bool = False,
+    logits: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
 ) -> float:
-    """Seconds a token of a prefill, the fastest of some tries; logits: of all tokens, too. Writes only to the spare
-    block."""
-    tokens = np.arange(num_tokens) % 100
-    batch = InputBatch(
-        req_ids=["measure"],
-        rows=np.zeros(1, np.int64),
-        token_ids=tokens,
-        positions=np.arange(num_tokens),
-        slot_mapping=spare_block * block_size + np.arange(num_tokens) % block_size,
-        query_start=np.array([0, num_tokens], np.int32),
-        seq_lens=np.array([num_tokens], np.int32),
-        block_tables=np.full((1, -(-num_tokens // block_size)), spare_block, np.int32),
-        sample_tokens=np.array([num_tokens - 1]),
-        sample_requests=np.array([0]),
-        draft_tokens=np.array([-1]),
-        num_tokens=num_tokens,
-        max_query=num_tokens,
-        max_seq=num_tokens,
-    )
+    """Seconds a token of a prefill, the fastest of some tries; logits: what else to time, on all hidden states."""
     seconds = []
     for _ in range(num_tries):
         start = time.perf_counter()
-        hidden = runner.run_model(batch)
-        (runner.model.logits(hidden) if logits else hidden)[-1].sum().item()  # item() waits for the device
+        hidden = runner.run_model(dummy)
+        logits(hidden)[-1].sum().item()  # item() waits for the device
         seconds.append(time.perf_counter() - start)
-    return min(seconds) / num_tokens
+    return min(seconds) / dummy.num_tokens
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
@@ -283,10 +350,11 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 def choose_threads(asked: int | None) -> tuple[int, str]:
     if asked is not None:
         return asked, "as configured"
-    try:
-        return len(os.sched_getaffinity(0)), "the cores that this process may use"
-    except AttributeError:  # macOS has no affinity
-        return os.cpu_count() or 1, "the cores of this machine"
+    cores, quota = num_cores(), cpu_quota()
+    if quota is not None and quota < cores:
+        # A step that uses up the limit with one thread more stands still until the next period.
+        return max(1, int(quota)), f"of {cores} cores: the control group's limit is the time of {quota:g}"
+    return cores, "the cores that this process may use"
 
 
 def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

@@ -103,6 +103,10 @@ class Sampler:
             self._report(logprobs, raw, asked, rows, tokens)
         return Sampled(tokens, logprobs, invalid)
 
+    def choose(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None) -> np.ndarray:
+        """The draw alone, with no processors that change logits and no report: for guessing what a call would give."""
+        return self._choose(logits, rows, positions, pick)[0]
+
     def check(self) -> None:
         """No state outlives its request."""
         assert not (self.uses & ~self.joined).any()

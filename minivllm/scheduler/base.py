@@ -175,14 +175,14 @@ class SchedulerBase:
         self._enqueue(req)
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
-        running, allocate = self.running, self.kv.allocate
+        running, allocate, lookahead, drafts = self.running, self.kv.allocate, self.lookahead, plan.drafts
         i = 0
         while budget and i < len(running):  # preemption shortens the list at its end
             req = running[i]
             start = req.num_computed_tokens
             new_tokens = min(len(req.token_ids) - start, budget)
             blocks = None
-            if req.drafts or self.lookahead:  # drafts leave every other running request a token of the budget
+            if req.drafts or lookahead:  # drafts leave every other running request a token of the budget
                 blocks = self._allocate_ahead(plan, req, new_tokens, budget - (len(running) - i - 1))
             if blocks is None:
                 blocks = allocate(req, new_tokens)
@@ -190,8 +190,8 @@ class SchedulerBase:
                 blocks = self._make_room(plan, req, new_tokens)
                 if blocks is None:
                     break
-            if plan.drafts:
-                new_tokens += len(plan.drafts.get(req.id, ()))
+            if drafts:
+                new_tokens += len(drafts.get(req.id, ()))
             plan.num_tokens[req.id] = new_tokens
             plan.start[req.id] = start
             if blocks:
@@ -288,7 +288,7 @@ class SchedulerBase:
     def update(self, plan: StepPlan, out: StepOutput) -> list[Delta]:
         deltas: list[Delta] = []
         finished: list[Request] = []
-        requests, start, kv = self.requests, plan.start, self.kv
+        requests, start, kv, speculates = self.requests, plan.start, self.kv, bool(plan.drafts or out.drafts)
         if out.errors and len(out.errors) == len(plan.num_tokens):
             self._leaves += plan.leaves  # nothing ran: perhaps nobody has heard of them, and leaving twice is harmless
         for req_id, num_new in plan.num_tokens.items():
@@ -301,10 +301,10 @@ class SchedulerBase:
                 continue
             req.num_computed_tokens = start[req_id] + num_new
             tokens = out.tokens.get(req_id)
-            if plan.drafts:
+            if speculates:
                 self._settle_drafts(plan, req, tokens)
             delta = self._take_tokens(req, tokens, out) if tokens else None
-            if req.drafts or out.drafts:
+            if speculates or req.drafts:
                 req.drafts = self._useful(req, out.drafts.get(req_id, ()))
             if req_id in out.prompt_logprobs:
                 delta = delta or Delta(req_id, [])

@@ -135,7 +135,7 @@ def as_template_call(call: CalledTool) -> dict[str, Any]:
 
 class ChatShape:
     def __init__(self, id: str, service: Service, body: ChatRequest, make_tool_answer: Callable[[], ToolAnswer | None]):
-        self.id, self.model, self.body, self.created = id, service.model, body, now()
+        self.id, self.model, self.body, self.created = id, service.answers_as(body), body, now()
         self.tokenizer = service.engine.tokenizer
         self.prompt_token_ids: list[int] | UnsetType = UNSET  # to go with the next chunk
         self.make_tool_answer = make_tool_answer

@@ -12,8 +12,10 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from minivllm import waiting
 from minivllm.cli import (
     Parser,
     add_engine_options,
@@ -22,7 +24,7 @@ from minivllm.cli import (
     interrupts_end_at_once,
     print_table,
 )
-from minivllm.config import DEFAULT_MODEL
+from minivllm.config import DEFAULT_MODEL, EngineConfig
 from minivllm.serve.tools import TOOL_PARSERS, choose
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ then:
 
 def main(argv: Sequence[str], prog: str = "python -m minivllm serve") -> int:
     args = parser(prog).parse_args(argv)
-    options = engine_options(args)
+    options = lora_options(args, engine_options(args))
     listener = bind(args.host, args.port)
     with listener:
         return serve(args, options, listener)
@@ -64,12 +66,43 @@ def parser(prog: str) -> Parser:
         metavar="NAME",
         help=f"how the model writes tool calls: {', '.join(parsers)} (auto: as its chat template does)",
     )
+    group.add_argument(
+        "--lora", action="append", default=[], metavar="NAME=FOLDER", help="load a LoRA adapter; may be repeated"
+    )
+    group.add_argument(
+        "--lora-dir",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        type=Path,
+        help="let clients load and unload adapters of this folder: /v1/load_lora_adapter (off)",
+    )
     levels = ("debug", "info", "warning", "error")
     group.add_argument(
         "--log-level", choices=levels, default="info", metavar="LEVEL", help=f"{', '.join(levels)} (info)"
     )
     add_engine_options(parser)
     return parser
+
+
+def lora_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options with what --lora and --lora-dir ask for. Exits if they cannot be followed."""
+    adapters = {}
+    for given in args.lora:
+        name, eq, folder = given.partition("=")
+        if not (name and eq and folder):
+            fail(f"--lora takes NAME=FOLDER, got {given}")
+        if name in adapters or name in (args.served_model_name or [options.get("model", DEFAULT_MODEL)]):
+            fail(f"--lora {given}: {name} is the name of another adapter, or of the model")
+        adapters[name] = folder
+    for folder in args.lora_dir:
+        if not folder.is_dir():
+            fail(f"--lora-dir {folder}: no such folder")
+    if not adapters and not args.lora_dir:
+        return options
+    lora = {"lora.enabled": True, "lora.adapters": adapters}
+    EngineConfig.build(options["preset"], {**options["overrides"], **lora})
+    return {**options, "overrides": {**options["overrides"], **lora}}
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -114,6 +147,7 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
     model = options.get("model", DEFAULT_MODEL)
     print(f"Loading {model} ...", flush=True)
     names = args.served_model_name or [model]
+    waiting.settle()  # before torch, which the imports below may bring
     with interrupts_end_at_once():
         from minivllm.engine.async_llm import AsyncLLM
         from minivllm.engine.metrics import Metrics
@@ -123,7 +157,7 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
         metrics = Metrics(names[0])
         engine = AsyncLLM(**options)
     tools = choose(args.tool_call_parser, engine.tokenizer)
-    app = create_app(engine, metrics, names, api_key=args.api_key, tool_parser=tools.parser)
+    app = create_app(engine, metrics, names, api_key=args.api_key, tool_parser=tools.parser, lora_dirs=args.lora_dir)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -149,6 +183,7 @@ def report(engine: AsyncLLM, names: Sequence[str], url: str, tools: Choice) -> N
         ("model", ", ".join(names), "" if names == [config.model.path] else config.model.path),
         ("attention backend", info["attention"], chosen.pop("runner.attention", "as configured")),
         ("dtype", info["dtype"], chosen.pop("model.dtype", "as configured")),
+        *(("adapter", adapter.name, f"rank {adapter.rank}, {adapter.path}") for adapter in engine.list_loras()),
         ("KV blocks", blocks, chosen.pop("kv.num_blocks", "as configured")),
         ("tool calls", tools.name, tools.reason),
     ]

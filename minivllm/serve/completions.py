@@ -68,7 +68,7 @@ async def as_prompt(item: str | list[int], service: Service) -> Prompt:
 
 class CompletionShape:
     def __init__(self, id: str, service: Service, body: CompletionRequest):
-        self.id, self.model, self.body, self.created = id, service.model, body, now()
+        self.id, self.model, self.body, self.created = id, service.answers_as(body), body, now()
         self.tokenizer = service.engine.tokenizer
         self.offsets: dict[int, Offset] = defaultdict(Offset)  # by choice
         self.positions: dict[int, Positions] = {}  # prompt logprobs, by prompt

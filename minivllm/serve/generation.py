@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,8 +45,19 @@ class Service:
 
     engine: AsyncLLM
     metrics: Metrics
-    model: str  # the name that answers bear
+    names: Sequence[str]  # of the model; answers bear the first
     tool_parser: type[ToolParser] | None = None  # None: this model's calls cannot be read
+
+    @property
+    def model(self) -> str:
+        return self.names[0]
+
+    def adapter_of(self, body: Sampling) -> str:
+        """The LoRA adapter that a request's `model` names; "" for the model itself. The engine knows if it is there."""
+        return "" if body.model is None or body.model in self.names else body.model
+
+    def answers_as(self, body: Sampling) -> str:
+        return self.adapter_of(body) or self.model
 
 
 @dataclass(slots=True)
@@ -93,6 +104,7 @@ class Job:
             priority=self.body.priority or 0,
             cache_salt=self.body.cache_salt or "",
             output_kind=kind,
+            lora_request=self.service.adapter_of(self.body) or None,
         )
 
     def _count(self, prompt: int, output: RequestOutput) -> None:

@@ -255,6 +255,18 @@ class CompletionRequest(Sampling, kw_only=True):
     ] = None
 
 
+class LoadAdapter(RequestBody):
+    lora_name: Annotated[str, doc("What requests put in `model`.")]
+    lora_path: Annotated[str, doc("A folder in PEFT's format, below one of the server's --lora-dir folders.")]
+    load_inplace: Annotated[Any, refused("unload the adapter of this name first", False)] = None
+    base_model_name: Annotated[str | None, accepted("There is one base model.")] = None
+
+
+class UnloadAdapter(RequestBody):
+    lora_name: str
+    lora_int_id: Annotated[Any, refused("adapters are unloaded by name")] = None
+
+
 def parse(data: bytes, kind: type[T]) -> T:
     """The request in `data`. Raises BadRequest, naming the field, for anything that the protocol does not admit."""
     try:
@@ -303,7 +315,8 @@ def _bad_field(text: str, kind: type[Struct]) -> BadRequest:
     return BadRequest(f'unknown field "{full}".{did_you_mean(name, sorted(known))}', full)
 
 
-_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)}
+REQUESTS = (ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter)
+_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in REQUESTS}
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
@@ -461,11 +474,18 @@ class ModelCard(Struct, kw_only=True):
     owned_by: str = "minivllm"
     root: str
     max_model_len: int
+    parent: str | None = None  # of a LoRA adapter: the model that it changes
 
 
 class ModelList(Struct):
     data: list[ModelCard]
     object: Literal["list"] = "list"
+
+
+class ModelDeleted(Struct):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: bool = True
 
 
 class ErrorDetail(Struct):

@@ -8,9 +8,11 @@ a proposer can be wrong, late or silent without changing a token, and nothing el
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionBackend
@@ -21,7 +23,7 @@ from minivllm.spec_decode.throttle import Throttle
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
-    from minivllm.runner.inputs import InputBuilder
+    from minivllm.runner.inputs import BatchKey, InputBuilder
 
 Drafts = dict[str, list[int]]  # request -> tokens that may follow its known ones
 
@@ -33,13 +35,26 @@ class Target:
     config: EngineConfig
     model: nn.Module
     inputs: InputBuilder
+    make_key: Callable[[int], BatchKey]  # a batch of so many tokens, not padded
     sampler: Sampler
     kv_caches: list[Tensor]
     attention: AttentionBackend
     throttle: Throttle
+    num_blocks: int  # of the pool, the spare one not counted
+    max_model_len: int
+    make_cache: Callable[[tuple[int, ...], torch.dtype], Tensor]  # a KV tensor of this shape
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A proposer that is yet to be made: first the pool must be sized, for which this says what a block takes."""
+
+    make: Callable[[Target], Proposer]
+    bytes_per_block: int = 0  # of K and V that the proposer keeps under the pool's block ids
 
 
 class Proposer(Protocol):
+    kv_caches: list[Tensor]  # of its own, under the pool's block ids: moved with the target's
     lookahead: int  # KV slots behind a request's tokens that propose() may write to, where its table reaches that far
 
     def join(self, row: int, join: Join) -> None:
@@ -65,6 +80,7 @@ class Proposer(Protocol):
 class NoProposer:
     """No speculation."""
 
+    kv_caches: list[Tensor] = []
     lookahead = 0
 
     def join(self, row: int, join: Join) -> None:

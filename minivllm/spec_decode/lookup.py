@@ -48,6 +48,7 @@ class LookupProposer:
 
     def __init__(self, make: Callable[[Sequence[int], int], Lookup], k: int, throttle: Throttle):
         self.make = make
+        self.kv_caches: list[Tensor] = []
         self.k = k
         self.throttle = throttle
         self.lookups: dict[int, Lookup] = {}  # by row
@@ -90,5 +91,5 @@ class LookupProposer:
 
 
 def trust_of(match_length: int) -> int:
-    """1-2, 3-4, 5-8, and more equal tokens before the guess."""
-    return min((max(match_length, 2) - 1).bit_length() - 1, NUM_TRUST - 1)
+    """1, 2-3, 4-7, and more equal tokens before the guess."""
+    return min(match_length.bit_length() - 1, NUM_TRUST - 1)

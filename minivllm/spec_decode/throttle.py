@@ -22,7 +22,7 @@ NUM_TRUST = 4  # classes of evidence
 DECAY = 0.8  # of a request's memory, per verification
 START_WEIGHT = 2.0  # tokens that a new request's prior weighs
 WORTH = 1.03  # expected gain from which on to speculate at all
-FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps between two probes
+FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # steps between two probes
 
 
 class Throttle:
@@ -42,8 +42,9 @@ class Throttle:
         """seconds: of a forward, by its number of tokens. seconds_per_pass: of proposing, for each draft in a row (a
         proposer that computes)."""
         self.sizes = np.asarray(sorted(seconds), float)
-        # A larger batch never takes less time; what was measured says otherwise now and then.
-        self.times = np.maximum.accumulate([seconds[int(n)] for n in self.sizes])
+        # A smaller batch never takes longer. Where it was measured to, something else ran beside it.
+        measured = [seconds[int(n)] for n in self.sizes]
+        self.times = np.minimum.accumulate(measured[::-1])[::-1]
         self.seconds_per_pass = seconds_per_pass
 
     def reset(self, row: int) -> None:

@@ -75,6 +75,7 @@ class Case:
             block_tables=self.tables[list(spans)],
             sample_tokens=query_start[1:].astype(np.int64) - 1,
             sample_requests=np.arange(len(spans)),
+            draft_tokens=np.full(len(spans), -1),
             num_tokens=len(slots),
             max_query=int(np.diff(query_start).max()),
             max_seq=max(end for _, end in spans.values()),

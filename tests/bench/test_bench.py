@@ -51,3 +51,12 @@ def test_offline_compares_with_transformers_on_the_same_tokens():
     args = ("--num-reqs", "2", "--rounds", "1", "--input-len", "8", "--output-len", "4")
     (row,) = run("offline.py", *args)["results"]
     assert row["ratio"]["median"] > 0 and set(row["tokens_per_second"]) == {"minivllm", "transformers"}
+
+
+def test_spec_decode_compares_each_method_with_none():
+    args = ("--model", "dummy:tiny", "--rounds", "1", "--num-tokens", "12", "--threads", "1", "--only", "json", "story")
+    results = run("spec_decode.py", *args, "--dtype", "float32")["results"]
+    for name in ("json", "story"):
+        assert {"ms_per_token", "ngram", "suffix"} == results[name].keys()
+        assert results[name]["suffix"]["same"] == "1/1"
+    assert "copying, ngram" in results and "free, suffix" in results

@@ -12,6 +12,7 @@ from minivllm.kernels.cpu import build
 
 AXES = [feature for feature in FEATURES if feature.name != "core"]  # tests/engine/test_process.py
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
+SMALL["spec_decode.model"] = "dummy:tiny"  # for method draft: its own weights, so every guess is right
 SMALL["executor.num_threads"] = 1  # threads only get in each other's way on a model this small
 # What all backends of structured output have in common: equal masks, so equal tokens.
 EXTRAS = [
@@ -39,24 +40,40 @@ def generate(overrides):
 
 @pytest.fixture(scope="module")
 def wanted_of():
-    """The tokens of a KV dtype: 8 bits change them, and then every other option must agree on the change."""
+    """The tokens of a KV dtype and of weights: 8 bits change them, and then every other option must agree on it."""
     plain = {"runner.inputs": "rebuild", "kv.num_blocks": 500, "structured.backend": "dfa"}
     of_dtype = {"auto": {"runner.attention": "reference"}, "int8": {"runner.attention": "cpu", "kv.dtype": "int8"}}
-    return functools.cache(lambda kv_dtype: generate({**plain, **of_dtype[kv_dtype]}))
+
+    @functools.cache
+    def wanted(kv_dtype="auto", quantization="none"):
+        return generate({**plain, **of_dtype[kv_dtype], "model.quantization": quantization})
+
+    return wanted
 
 
 def skip_without_compiler(config):
-    if (config.get("runner.attention") == "cpu" or config.get("kv.dtype") == "int8") and build.obstacle():
+    needs = [("runner.attention", ("cpu",)), ("kv.dtype", ("int8",)), ("model.quantization", ("int8", "int4"))]
+    if any(config.get(field) in values for field, values in needs) and build.obstacle():
         pytest.skip(build.obstacle())
 
 
 @pytest.mark.parametrize("config", all_pairs(AXES), ids=label)
 def test_every_pair_of_options_gives_the_same_tokens(config, wanted_of):
     skip_without_compiler(config)
-    got, wanted = generate(config), wanted_of(config["kv.dtype"])
+    quantization = config["model.quantization"]
+    # The tiny model's checkpoint has nothing to keep packed, and in fp32 nothing is: auto must be none.
+    wanted = wanted_of(config["kv.dtype"], "none" if quantization == "auto" else quantization)
+    got = generate(config)
     if config["spec_decode.acceptance"] == "rejection":  # keeps the distribution of sampled requests, not their tokens
         got, wanted = got[1::2], wanted[1::2]  # the greedy ones
     assert got == wanted
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_fewer_bits_give_other_tokens(quantization, wanted_of):
+    """Else the comparisons above would compare nothing."""
+    skip_without_compiler({"model.quantization": quantization})
+    assert wanted_of("auto", quantization) != wanted_of()
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])

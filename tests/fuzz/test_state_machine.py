@@ -24,7 +24,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "runner.inputs": st.sampled_from(("rebuild", "persistent")),
                 "debug.preempt_every": st.sampled_from((0, 3)),
                 # for the fake: no drafts, drafts, and drafts with lookahead
-                "spec_decode.method": st.sampled_from(("none", "suffix", "ngram")),
+                "spec_decode.method": st.sampled_from(("none", "ngram", "draft")),
             }
         ),
     )

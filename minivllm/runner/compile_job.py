@@ -1,0 +1,125 @@
+"""Building a model's pieces in a process of its own, and waiting for it.
+
+The engine's process never compiles: it keeps its memory, its threads and its step loop, and a crash of the compiler is
+a message. It sends the model without its weights; the builder fills the cache; the engine loads from there. A builder
+ends with its engine: its standard input closes, which also a kill of the engine does.
+
+    python -m minivllm.runner.compile_job < job
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from minivllm.loading.cache import Cache
+
+logger = logging.getLogger("minivllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    skeleton: bytes  # trace.skeleton(model)
+    key: str  # of the program
+    cache: Path
+    num_threads: int
+    nice: int  # 19: an engine is serving meanwhile
+
+
+class Build:
+    """A builder at work."""
+
+    def __init__(self, job: Job):
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "minivllm.runner.compile_job"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        self.cancel = weakref.finalize(self, _end, self._process)
+        payload = pickle.dumps(job)
+        try:
+            self._process.stdin.write(struct.pack("<Q", len(payload)) + payload)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has died: wait() says why
+
+    def wait(self) -> str | None:
+        """None once all is in the cache; or why it is not. Reports its progress to the log."""
+        for line in self._process.stdout:
+            logger.info("compile: %s", line.decode(errors="replace").strip())
+        code = self._process.wait()
+        if code == 0:
+            return None
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        logger.debug("compile: %s", "\n".join(lines))
+        return f"the builder ended with exit code {code}: {lines[-1] if lines else 'no message'}"
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.terminate()
+    process.wait()
+
+
+def main() -> None:
+    (length,) = struct.unpack("<Q", sys.stdin.buffer.read(8))
+    job: Job = pickle.loads(sys.stdin.buffer.read(length))
+    threading.Thread(target=_end_with_the_engine, daemon=True).start()
+    os.nice(job.nice)
+    with tempfile.TemporaryDirectory(prefix="minivllm-compile-") as scratch:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch  # read when Inductor is imported: nothing stays behind
+        build(job)
+
+
+def _end_with_the_engine() -> None:
+    while os.read(0, 1):  # no buffered reader: its lock would be held when this process ends
+        pass
+    os._exit(1)
+
+
+def build(job: Job) -> None:
+    """Trace, split, compile what the cache lacks; the program is written last."""
+    begin = time.perf_counter()
+    from minivllm.compile.split import split
+    from minivllm.compile.store import Store, environment
+    from minivllm.compile.trace import trace
+
+    store = Store(Cache(job.cache))
+    traced = trace(job.skeleton)
+    program, pieces = split(traced, environment(job.num_threads))
+    num_calls = sum(call.kind == "piece" for call in program.calls)
+    report(f"traced in {time.perf_counter() - begin:.1f} s: {num_calls} pieces, {len(pieces)} different")
+    from minivllm.compile.inductor import allow_packed_weights_as_inputs
+    from minivllm.compile.inductor import build as build_piece
+
+    allow_packed_weights_as_inputs()
+    for i, (digest, piece) in enumerate(pieces.items(), 1):
+        begin = time.perf_counter()
+        built = store.ensure_piece(
+            digest, lambda folder, piece=piece: build_piece(piece, traced.fake_mode, folder, job.num_threads)
+        )
+        seconds = time.perf_counter() - begin
+        report(f"piece {i} of {len(pieces)} {f'compiled in {seconds:.1f} s' if built else 'found in the cache'}")
+    store.ensure_program(job.key, program)
+
+
+def report(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""`runner.forward=piecewise`: the model as a traced graph, cut at attention, whose pieces may be compiled.
+
+    off         the pieces run as torch operations: the slow twin of the others
+    wait        compiled before the first step
+    background  eager at once; a process builds the pieces, and they are swapped in between two steps
+
+Pieces that are in the cache are loaded at once, in milliseconds, without a compiler. What cannot be compiled here stays
+eager, and `decision` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import platform
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.compile.program import Bound, Piece, Program
+from minivllm.compile.rehearsal import Exact, Rehearsal
+from minivllm.compile.store import Store, program_key
+from minivllm.compile.trace import skeleton, tensors_of
+from minivllm.loading.cache import Cache
+from minivllm.runner.batch import InputBatch
+from minivllm.runner.compile_job import Build, Job
+from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.inputs import BatchKey
+
+logger = logging.getLogger("minivllm")
+
+CANNOT_PICKLE = (pickle.PicklingError, TypeError, AttributeError)  # a lock or a lambda among a module's attributes
+NOT_SENT = "the model's modules cannot be sent to a builder"
+BACKGROUND_NICE = 19  # a builder takes only what the serving engine and others leave
+
+Compiled = tuple[Program, dict[str, Piece]]
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why nothing can be compiled here, or None."""
+    if device.type != "cpu":
+        return f"pieces are compiled for CPUs so far, not for {device.type}"
+    compiler = "clang++" if platform.system() == "Darwin" else "g++"
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler ({compiler}) is installed"
+    return None
+
+
+class PiecewiseForward:
+    def __init__(self, model: nn.Module, device: torch.device, options: ForwardOptions):
+        self.model = model
+        self.device = device
+        self._shapes = Rehearsal(options.max_tokens) if options.check else Exact()
+        self._forward: Callable[[Tensor, Tensor], Tensor] = model
+        self._store = Store(Cache(options.cache))
+        self._ready: Compiled | None = None  # set by the thread that waits for a builder, taken between two steps
+        self._run_dummy: Callable[[BatchKey], None] | None = None
+        self.decision = getattr(self, f"_{options.compile}")(options)
+
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
+        """Asked once a step, before its inputs are prepared: the place between two steps."""
+        if self._ready is not None:
+            compiled, self._ready = self._ready, None
+            self._use(*compiled)
+            self._warm()
+            logger.info("compile: from this step on the model runs as compiled pieces")
+        return BatchKey(self._shapes.size(num_tokens))
+
+    def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
+        self._run_dummy = run_dummy
+        self._warm()
+
+    def __call__(self, batch: InputBatch) -> Tensor:
+        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
+        positions = torch.from_numpy(batch.positions).to(self.device)
+        return self._forward(*self._shapes.inputs(token_ids, positions))
+
+    def _warm(self) -> None:
+        self._shapes.open()
+        for size in self._shapes.warmup_sizes:
+            self._run_dummy(BatchKey(size))
+        self._shapes.seal()
+
+    def _use(self, program: Program, pieces: dict[str, Piece]) -> None:
+        # Wrapped call by call: equal pieces of two layers are one piece of code, but two captures.
+        wrapped = {}
+        calls = []
+        for i, call in enumerate(program.calls):
+            if call.kind == "piece":
+                wrapped[f"{i}"] = self._shapes.wrap(pieces[call.name])
+                call = call._replace(name=f"{i}")
+            calls.append(call)
+        self._forward = Bound(program._replace(calls=tuple(calls)), wrapped, tensors_of(self.model))
+
+    # --- the options of runner.compile: each returns the decision
+
+    def _off(self, options: ForwardOptions) -> tuple[str, str]:
+        from minivllm.compile.split import split
+        from minivllm.compile.trace import trace
+
+        program, graphs = split(trace(skeleton(self.model)))
+        self._use(program, {digest: _as_piece(graph.module) for digest, graph in graphs.items()})
+        return "piecewise", f"{_describe(program)}, not compiled (runner.compile=off)"
+
+    def _wait(self, options: ForwardOptions) -> tuple[str, str]:
+        try:
+            job = self._job(options, nice=0)
+        except CANNOT_PICKLE as error:
+            return "eager", f"{NOT_SENT}: {error}"
+        if (compiled := self._load(job.key)) is not None:
+            self._use(*compiled)
+            return "piecewise", f"{_describe(compiled[0])}, compiled; found in the cache"
+        if (obstacle := unavailable(self.device)) is not None:
+            return "eager", obstacle
+        begin = time.perf_counter()
+        logger.info("compile: building the model's pieces, once for this machine (about a minute)")
+        failure, compiled = Build(job).wait(), self._load(job.key)
+        if compiled is None:
+            logger.warning("compile: the model stays eager: %s", failure)
+            return "eager", failure or "what was built cannot be read"
+        self._use(*compiled)
+        return "piecewise", f"{_describe(compiled[0])}, compiled in {time.perf_counter() - begin:.0f} s"
+
+    def _background(self, options: ForwardOptions) -> tuple[str, str]:
+        try:
+            job = self._job(options, nice=BACKGROUND_NICE)
+        except CANNOT_PICKLE as error:
+            return "eager", f"{NOT_SENT}: {error}"
+        if (compiled := self._load(job.key)) is not None:
+            self._use(*compiled)
+            return "piecewise", f"{_describe(compiled[0])}, compiled; found in the cache"
+        if (obstacle := unavailable(self.device)) is not None:
+            return "eager", obstacle
+        build = Build(job)
+        weakref.finalize(self, build.cancel)
+        waiter = threading.Thread(target=_await, args=(weakref.ref(self), build, job.key), daemon=True)
+        waiter.name = "minivllm-compile"
+        waiter.start()
+        return "eager", "compiled pieces are being built in the background and will be swapped in"
+
+    def _job(self, options: ForwardOptions, nice: int) -> Job:
+        key = program_key(self.model, options.num_threads)
+        return Job(skeleton(self.model), key, options.cache, options.num_threads, nice)
+
+    def _load(self, key: str) -> Compiled | None:
+        program = self._store.program(key)
+        pieces = program and self._store.pieces(program)
+        return (program, pieces) if pieces else None
+
+
+def _await(runner: weakref.ref[PiecewiseForward], build: Build, key: str) -> None:
+    failure = build.wait()
+    alive = runner()
+    if alive is None:
+        return
+    compiled = alive._load(key)
+    if compiled is None:
+        logger.warning("compile: the model stays eager: %s", failure or "what was built cannot be read")
+    else:
+        logger.info("compile: %s are ready", _describe(compiled[0]))
+        alive._ready = compiled
+
+
+def _as_piece(module: nn.Module) -> Piece:
+    return lambda args: module(*args)
+
+
+def _describe(program: Program) -> str:
+    num_calls = sum(call.kind == "piece" for call in program.calls)
+    return f"{num_calls} pieces, {len(program.pieces)} different"

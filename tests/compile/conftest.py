@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from minivllm.compile.program import Bound
+from minivllm.compile.store import Store, program_key
+from minivllm.compile.trace import tensors_of
+from minivllm.loading import load_model
+from minivllm.loading.cache import Cache, default_cache_dir
+from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.forward_piecewise import PiecewiseForward, unavailable
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """dummy:tiny in fp32, eager."""
+    return load_model("dummy:tiny", torch.float32, CPU).model
+
+
+@pytest.fixture(scope="session")
+def compiled(tiny):
+    """The cache that the engine uses, with dummy:tiny's pieces for one thread in it: built at most once a machine."""
+    if (obstacle := unavailable(CPU)) is not None:
+        pytest.skip(obstacle)
+    cache = default_cache_dir() / "compiled"
+    forward = PiecewiseForward(
+        tiny, CPU, ForwardOptions("wait", check=False, max_tokens=64, num_threads=1, cache=cache)
+    )
+    assert forward.decision[0] == "piecewise", forward.decision
+    return cache
+
+
+@pytest.fixture(scope="session")
+def bound(tiny, compiled):
+    """dummy:tiny as compiled pieces."""
+    store = Store(Cache(compiled))
+    program = store.program(program_key(tiny, num_threads=1))
+    return Bound(program, store.pieces(program), tensors_of(tiny))

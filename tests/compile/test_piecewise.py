@@ -1,0 +1,226 @@
+"""Rules: compiled pieces compute what the eager model does, for any number of tokens, without being compiled again;
+what is in the cache is loaded without a compiler; a damaged library is never loaded."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from naive_attention import hidden_of
+
+from minivllm import LLM, SamplingParams
+from minivllm.compile.rehearsal import Rehearsal
+from minivllm.compile.store import LIBRARY, Store, program_key
+from minivllm.compile.trace import skeleton
+from minivllm.loading.cache import Cache
+from minivllm.runner import forward_piecewise
+from minivllm.runner.compile_job import Build, Job
+from minivllm.runner.forward import ForwardOptions
+
+TINY = {"model.dtype": "float32", "kv.num_blocks": 60, "executor.num_threads": 1}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = [[5, 6, 7], [9] * 40, list(range(3, 120))]
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def tiny_llm(**overrides) -> LLM:
+    return LLM("dummy:tiny", overrides={**TINY, **overrides})
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    with tiny_llm() as llm:
+        return generate(llm)
+
+
+def how(llm: LLM) -> tuple[str, str]:
+    return next((d.value, d.reason) for d in llm.decisions if d.field == "runner.forward")
+
+
+def test_every_number_of_tokens_computes_what_the_eager_model_does(tiny, bound):
+    for num_tokens in range(1, 131):
+        got, expected = hidden_of(tiny, bound, num_tokens), hidden_of(tiny, tiny, num_tokens)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["off", "wait", "background"])
+@pytest.mark.parametrize("check", [False, True])
+def test_greedy_tokens_are_those_of_the_eager_model(mode, check, compiled, wanted):
+    with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode, "debug.check": check}) as llm:
+        assert how(llm)[0] == "piecewise"
+        assert generate(llm) == wanted
+
+
+def test_the_keyword_chooses_the_forward():
+    with LLM("dummy:tiny", compile="off", overrides=TINY) as llm:
+        assert llm.config.runner.forward == "eager"
+
+
+SECOND_PROCESS = """
+import sys
+from minivllm import LLM, SamplingParams
+llm = LLM("dummy:tiny", compile="wait", overrides={overrides})
+assert "found in the cache" in str(llm.decisions), llm.decisions
+assert not any(name.startswith("torch._inductor") for name in sys.modules), "Inductor was imported"
+outputs = llm.generate({prompts}, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+print([list(output.outputs[0].token_ids) for output in outputs])
+"""
+
+
+def test_a_second_process_needs_no_compiler(compiled, wanted, tmp_path):
+    code = SECOND_PROCESS.format(overrides=TINY, prompts=PROMPTS)
+    env = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(wanted)
+
+
+@pytest.fixture
+def own_cache(tiny, compiled, tmp_path, monkeypatch):
+    """An engine cache of this test's own, holding the pieces and the program of dummy:tiny."""
+    key = program_key(tiny, num_threads=1)
+    root = tmp_path / "compiled"
+    for name in [f"program-{key}", *(f"piece-{piece}" for piece in Store(Cache(compiled)).program(key).pieces)]:
+        shutil.copytree(compiled / name, root / name)
+    monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
+    return root
+
+
+def test_a_damaged_library_is_not_loaded_but_built_again(own_cache, compiled):
+    entry = next(own_cache.glob("piece-*"))
+    digest = entry.name.removeprefix("piece-")
+    store = Store(Cache(own_cache))
+    assert store.piece(digest) is not None
+    with open(entry / LIBRARY, "r+b") as file:
+        file.seek(1000)
+        file.write(b"damaged")
+    assert store.piece(digest) is None
+
+    def build(folder):
+        shutil.copy(compiled / entry.name / LIBRARY, folder)
+
+    assert store.ensure_piece(digest, build) and store.piece(digest) is not None
+    assert not store.ensure_piece(digest, build), "it was sound"
+    assert [p.name for p in own_cache.iterdir() if p.name.endswith(".tmp")] == []
+
+
+def test_the_pieces_are_swapped_in_between_two_steps(own_cache, wanted, caplog, monkeypatch):
+    """The builder finds the pieces and has the program to make: it traces, which takes some seconds."""
+    monkeypatch.setattr(forward_piecewise, "BACKGROUND_NICE", 0)  # other tests may leave it no time at all
+    shutil.rmtree(next(own_cache.glob("program-*")))
+    caplog.set_level(logging.INFO, "minivllm")
+    with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": "background", "debug.check": True}) as llm:
+        assert how(llm) == ("eager", "compiled pieces are being built in the background and will be swapped in")
+        forward = llm._core.executor.worker.runner.forward
+        assert forward._forward is forward.model
+        end = time.monotonic() + 200
+        while forward._forward is forward.model and time.monotonic() < end:
+            assert generate(llm) == wanted
+        assert forward._forward is not forward.model, caplog.text
+        assert generate(llm) == wanted
+    assert "found in the cache" in caplog.text and "from this step on the model runs as compiled pieces" in caplog.text
+
+
+def test_without_a_compiler_the_model_stays_eager_and_says_why(wanted, tmp_path, monkeypatch):
+    monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(forward_piecewise.shutil, "which", lambda name: None)
+    for mode in ("wait", "background"):
+        with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode}) as llm:
+            assert how(llm)[0] == "eager" and "C++ compiler" in how(llm)[1]
+            assert generate(llm) == wanted
+
+
+@pytest.mark.parametrize("mode", ["wait", "background"])
+def test_a_builder_that_fails_leaves_the_model_eager(mode, wanted, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(forward_piecewise, "skeleton", lambda model: b"no pickle")
+    monkeypatch.setattr(forward_piecewise, "BACKGROUND_NICE", 0)
+    with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode}) as llm:
+        end = time.monotonic() + 100
+        while "the model stays eager" not in caplog.text and time.monotonic() < end:
+            time.sleep(0.1)
+        assert "the builder ended with exit code 1" in caplog.text and "Unpickling" in caplog.text
+        assert generate(llm) == wanted
+
+
+@pytest.mark.parametrize("mode", ["wait", "background"])
+def test_a_model_that_cannot_be_sent_to_a_builder_stays_eager(mode, tiny, tmp_path):
+    tiny.norm.not_data = lambda: None
+    try:
+        options = ForwardOptions(mode, check=False, max_tokens=64, num_threads=1, cache=tmp_path)
+        decision = forward_piecewise.PiecewiseForward(tiny, torch.device("cpu"), options).decision
+    finally:
+        del tiny.norm.not_data
+    assert decision[0] == "eager" and "cannot be sent" in decision[1] and "lambda" in decision[1]
+
+
+def test_the_builder_ends_with_its_engine(tmp_path, tiny):
+    build = Build(Job(skeleton(tiny), "key", tmp_path, num_threads=1, nice=19))
+    process = build._process
+    process.stdin.close()  # as the kernel does when the engine is killed
+    assert process.wait(60) == 1
+    build = Build(Job(skeleton(tiny), "key", tmp_path, num_threads=1, nice=19))
+    process = build._process
+    del build
+    assert process.wait(60) < 0
+
+
+# ---------------------------------------------------------------- what a graph capture would need
+
+
+def rehearsed():
+    shapes = Rehearsal(max_tokens=5)
+    piece = shapes.wrap(lambda args: (args[0] * 2,))
+    for size in shapes.warmup_sizes:
+        shapes.inputs(torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
+        piece([shapes._inputs[size][0]])
+    shapes.seal()
+    return shapes, piece
+
+
+def test_a_step_is_padded_to_a_captured_size_and_replays_at_its_addresses():
+    shapes, piece = rehearsed()
+    assert shapes.warmup_sizes == (8, 4, 2, 1) and [shapes.size(n) for n in (1, 2, 3, 5, 8)] == [1, 2, 4, 8, 8]
+    first = piece([shapes.inputs(torch.tensor([1, 2]), torch.tensor([0, 1]))[0]])
+    second = piece([shapes.inputs(torch.tensor([5, 6]), torch.tensor([0, 1]))[0]])
+    assert first[0] is second[0] and second[0].tolist() == [10, 12]
+
+
+def test_an_argument_at_another_address_is_found():
+    shapes, piece = rehearsed()
+    token_ids, _ = shapes.inputs(torch.tensor([1, 2]), torch.tensor([0, 1]))
+    with pytest.raises(AssertionError, match="has moved"):
+        piece([token_ids.clone()])
+
+
+def test_a_size_that_was_not_warmed_up_is_found():
+    shapes, piece = rehearsed()
+    with pytest.raises(AssertionError, match="not warmed up"):
+        shapes.inputs(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+
+
+# ---------------------------------------------------------------- the real model
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_greedy_tokens_of_the_default_model_in_fp32_are_those_of_eager():
+    if (obstacle := forward_piecewise.unavailable(torch.device("cpu"))) is not None:
+        pytest.skip(obstacle)
+    prompts = ["The history of the printing press begins in", "def fibonacci(n):\n    ", "1, 1, 2, 3, 5, 8, 13,"]
+    tokens = {}
+    for mode in ("off", "wait"):
+        options = {"kv.num_blocks": 60, "executor.num_threads": 1}
+        with LLM(compile=mode, dtype="float32", overrides=options) as llm:
+            assert mode == "off" or how(llm)[0] == "piecewise"
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
+            tokens[mode] = [list(output.outputs[0].token_ids) for output in outputs]
+    assert tokens["wait"] == tokens["off"]
