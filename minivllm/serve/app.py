@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
-from minivllm.registry import did_you_mean
-from minivllm.serve import chat, completions, errors, lora, openapi, protocol
+from minivllm.serve import chat, completions, errors, lora, openapi, protocol, tokenize
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, events
 from minivllm.serve.tools.parsers import HermesParser, ToolParser
@@ -42,20 +41,13 @@ async def completions_(request: Request) -> ASGIApp:
 
 async def generate(request: Request, kind: type[protocol.Sampling], prepare: Callable[..., Awaitable]) -> ASGIApp:
     body = protocol.parse(await read_body(request), kind)
-    check_model(request.app, body.model)
+    request.app.state.service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise errors.BadRequest("stream_options needs stream=true", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise errors.BadRequest("prompt_logprobs does not go with stream=true", "prompt_logprobs")
     job, shape = await prepare(body, request.app.state.service)
     return EventStream(events(job, shape), job.id) if body.stream else JSONAnswer(answer(job, shape), job.id)
-
-
-def check_model(app: Starlette, name: str | None) -> None:
-    names = [*app.state.service.names, *(adapter.name for adapter in app.state.service.engine.list_loras())]
-    if name is not None and name not in names:
-        message = f'the model "{name}" is not served here.{did_you_mean(name, names)} Served: {", ".join(names)}'
-        raise errors.ApiError(404, message, code="model_not_found", param="model")
 
 
 async def list_models(request: Request) -> Response:
@@ -66,7 +58,7 @@ async def list_models(request: Request) -> Response:
 
 async def get_model(request: Request) -> Response:
     name = request.path_params["model"]
-    check_model(request.app, name)
+    request.app.state.service.check_model(name)
     return reply(model_card(request, name))
 
 
@@ -148,6 +140,15 @@ ENDPOINTS = (
         protocol.ModelDeleted,
         protocol.UnloadAdapter,
     ),
+    Endpoint(
+        "POST",
+        "/tokenize",
+        tokenize.tokenize,
+        "The tokens of a text or conversation",
+        tokenize.Tokens,
+        tokenize.Tokenize,
+    ),
+    Endpoint("POST", "/detokenize", tokenize.detokenize, "The text of tokens", tokenize.Text, tokenize.Detokenize),
     Endpoint("GET", "/health", health, "200 while the engine runs, 503 after", protocol.Health),
     Endpoint("GET", "/version", version, "The server's version", protocol.Version),
     Endpoint("GET", "/metrics", metrics, "Prometheus metrics"),

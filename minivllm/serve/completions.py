@@ -60,10 +60,14 @@ def as_list(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
 async def as_prompt(item: str | list[int], service: Service) -> Prompt:
     if isinstance(item, str):
         return await tokenize(service, item, add_special_tokens=True)
-    vocab_size = service.engine.tokenizer.vocab_size
-    if (wrong := next((token for token in item if not 0 <= token < vocab_size), None)) is not None:
-        raise BadRequest(f"token id {wrong} is not in the vocabulary of {vocab_size}", "prompt")
+    check_ids(item, service, "prompt")
     return Prompt(item, service.engine.tokenizer.decode(item, skip_special_tokens=False))
+
+
+def check_ids(token_ids: list[int], service: Service, param: str) -> None:
+    vocab_size = service.engine.tokenizer.vocab_size
+    if (wrong := next((token for token in token_ids if not 0 <= token < vocab_size), None)) is not None:
+        raise BadRequest(f"token id {wrong} is not in the vocabulary of {vocab_size}", param)
 
 
 class CompletionShape:

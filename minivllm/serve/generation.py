@@ -25,6 +25,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
 from minivllm.engine.output import CompletionOutput, RequestOutput
 from minivllm.errors import BadRequest
+from minivllm.registry import did_you_mean
 from minivllm.request import BeamSearchParams, SamplingParams
 from minivllm.serve import errors
 from minivllm.serve.protocol import PromptLogprob, PromptLogprobs, Sampling, Usage
@@ -51,6 +52,13 @@ class Service:
     @property
     def model(self) -> str:
         return self.names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 for a name that neither the model nor an adapter has."""
+        names = [*self.names, *(adapter.name for adapter in self.engine.list_loras())]
+        if name is not None and name not in names:
+            message = f'the model "{name}" is not served here.{did_you_mean(name, names)} Served: {", ".join(names)}'
+            raise errors.ApiError(404, message, code="model_not_found", param="model")
 
     def adapter_of(self, body: Sampling) -> str:
         """The LoRA adapter that a request's `model` names; "" for the model itself. The engine knows if it is there."""

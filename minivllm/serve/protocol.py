@@ -8,6 +8,7 @@ in silence. The OpenAPI document is generated from these classes.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
@@ -270,7 +271,7 @@ class UnloadAdapter(RequestBody):
 def parse(data: bytes, kind: type[T]) -> T:
     """The request in `data`. Raises BadRequest, naming the field, for anything that the protocol does not admit."""
     try:
-        body = _DECODERS[kind].decode(data)
+        body = _decoder(kind).decode(data)
     except msgspec.ValidationError as e:
         raise _bad_field(str(e), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -315,8 +316,7 @@ def _bad_field(text: str, kind: type[Struct]) -> BadRequest:
     return BadRequest(f'unknown field "{full}".{did_you_mean(name, sorted(known))}', full)
 
 
-REQUESTS = (ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter)
-_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in REQUESTS}
+_decoder = functools.cache(msgspec.json.Decoder)  # by type
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
