@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
-from minivllm.serve import chat, completions, errors, lora, openapi, protocol, tokenize
+from minivllm.serve import chat, completions, errors, lora, messages, messages_protocol, openapi, protocol, tokenize
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, events
 from minivllm.serve.tools.parsers import HermesParser, ToolParser
@@ -122,6 +122,23 @@ ENDPOINTS = (
         protocol.CompletionRequest,
         protocol.Completion,
     ),
+    Endpoint(
+        "POST",
+        "/v1/messages",
+        messages.messages,
+        "Answer a conversation: Anthropic's API",
+        messages_protocol.MessageAnswer,
+        messages_protocol.MessagesRequest,
+        messages_protocol.MessageEvent,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        "How long the prompt of such a conversation is",
+        messages_protocol.InputTokens,
+        messages_protocol.CountTokensRequest,
+    ),
     Endpoint("GET", "/v1/models", list_models, "The names that `model` may have", protocol.ModelList),
     Endpoint("GET", "/v1/models/{model:path}", get_model, "One model", protocol.ModelCard),
     Endpoint(
@@ -173,7 +190,7 @@ class Guard:
                 self._count(scope, message["status"])
             await send(message)
 
-        app = self.app if self._allowed(scope) else errors.response(errors.ApiError(401, WRONG_KEY, "invalid_api_key"))
+        app = self.app if self._allowed(scope) else self._refusal(scope)
         try:
             await app(scope, receive, counted)
         except Exception:
@@ -184,14 +201,20 @@ class Guard:
         path = PATHS.get(scope.get("endpoint"), "other")  # not the raw path: anyone could make up new label values
         self.metrics.on_response(scope["method"], path, status)
 
+    def _refusal(self, scope: Scope) -> Response:
+        return errors.response(errors.ApiError(401, WRONG_KEY, "invalid_api_key"), scope["path"])
+
     def _allowed(self, scope: Scope) -> bool:
         if self.api_key is None or not scope["path"].startswith("/v1"):
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, f"Bearer {self.api_key}".encode())
+        headers, key = dict(scope["headers"]), self.api_key.encode()
+        given = headers.get(b"authorization", b"Bearer " + headers.get(b"x-api-key", b""))  # the latter: Anthropic's
+        return hmac.compare_digest(given, b"Bearer " + key)
 
 
-WRONG_KEY = 'this server was started with --api-key: send it as the header "Authorization: Bearer <key>"'
+WRONG_KEY = (
+    'this server was started with --api-key: send it as the header "Authorization: Bearer <key>", or as x-api-key'
+)
 
 
 def create_app(

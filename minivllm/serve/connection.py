@@ -7,7 +7,7 @@ work, the client's disconnect and the server's closing at once, and cancels the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from minivllm.serve import errors
-from minivllm.serve.generation import DONE
 
 R = TypeVar("R")
 
@@ -71,10 +70,15 @@ class JSONAnswer:
 
 class EventStream:
     """An ASGI response: server-sent events. An error before the first event is a plain error response; a later one is
-    an event of its own, as OpenAI's clients expect."""
+    an event of its own, as OpenAI's clients expect. `on_error` makes it."""
 
-    def __init__(self, events: AsyncIterator[bytes], request_id: str):
-        self.events, self.request_id, self.started = events, request_id, False
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        request_id: str,
+        on_error: Callable[[errors.ApiError], bytes] = errors.event,
+    ):
+        self.events, self.request_id, self.on_error, self.started = events, request_id, on_error, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -85,7 +89,7 @@ class EventStream:
             told = errors.as_api_error(error)
             if told.status == 500 and told is not error:
                 errors.logger.exception("request %s failed while streaming", self.request_id)
-            await send(_more(b"data: %b\n\n%b" % (errors.body(told), DONE)))
+            await send(_more(self.on_error(told)))
         await send({"type": "http.response.body", "body": b""})
 
     async def _pump(self, send: Send) -> None:

@@ -1,4 +1,5 @@
-"""OpenAI's error bodies, for everything that is not a 200: {"error": {"message", "type", "param", "code"}}."""
+"""OpenAI's error bodies, for everything that is not a 200: {"error": {"message", "type", "param", "code"}}. Below
+/v1/messages they are Anthropic's: {"type": "error", "error": {"type", "message"}}."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from minivllm.errors import BadRequest, EngineDead, NeverFits, UnknownAdapter
 from minivllm.registry import did_you_mean
+from minivllm.serve.messages_protocol import MessageError, MessageErrorDetail
 from minivllm.serve.protocol import ErrorBody, ErrorDetail
 
 logger = logging.getLogger("minivllm.serve")
@@ -61,14 +63,32 @@ def body(error: ApiError) -> bytes:
     return msgspec.json.encode(ErrorBody(ErrorDetail(str(error), kind, error.param, error.code)))
 
 
-def response(error: BaseException) -> Response:
+def message_body(error: ApiError) -> bytes:
+    """Anthropic's shape, which /v1/messages answers in."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+    kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
+    kind = kinds.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return msgspec.json.encode(MessageError(MessageErrorDetail(kind, str(error))))
+
+
+def event(error: ApiError) -> bytes:
+    """The end of a stream that has begun."""
+    return b"data: %b\n\ndata: [DONE]\n\n" % body(error)
+
+
+def message_event(error: ApiError) -> bytes:
+    return b"event: error\ndata: %b\n\n" % message_body(error)
+
+
+def response(error: BaseException, path: str = "") -> Response:
     told = as_api_error(error)
     headers = {"www-authenticate": "Bearer"} if told.status == 401 else None
-    return Response(body(told), told.status, headers, "application/json")
+    as_body = message_body if path.startswith("/v1/messages") else body
+    return Response(as_body(told), told.status, headers, "application/json")
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    return response(error)
+    return response(error, request.url.path)
 
 
 async def on_http_exception(request: Request, error: HTTPException) -> Response:
@@ -81,7 +101,7 @@ async def on_http_exception(request: Request, error: HTTPException) -> Response:
         message = f"{path} does not take {request.method}; it takes {(error.headers or {}).get('Allow', 'GET')}"
     else:
         message = error.detail or HTTPStatus(error.status_code).phrase
-    reply = response(ApiError(error.status_code, message))
+    reply = response(ApiError(error.status_code, message), path)
     reply.headers.update(error.headers or {})
     return reply
 
