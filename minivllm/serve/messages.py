@@ -185,9 +185,17 @@ async def answer(job: Job, shape: ChatShape) -> MessageAnswer:
     choice = shape.whole(0, job.prompts[0], output, out)
     text, calls = choice.message.content, choice.message.tool_calls or ()
     content: list[Any] = [TextAnswer(text)] if text else []
-    content += [ToolUseAnswer(call.id, call.function.name, json.loads(call.function.arguments)) for call in calls]
+    content += [as_block(call) for call in calls]
     ends = stopped(choice.finish_reason, out)
     return MessageAnswer(id=job.id, model=shape.model, content=content, usage=job_usage(job), **ends)
+
+
+def as_block(call: protocol.ToolCall) -> ToolUseAnswer | TextAnswer:
+    """A forced call that max_tokens has cut off has no input to speak of; its beginning is shown as text."""
+    try:
+        return ToolUseAnswer(call.id, call.function.name, json.loads(call.function.arguments))
+    except ValueError:
+        return TextAnswer(call.function.arguments)
 
 
 async def events(job: Job, shape: ChatShape) -> AsyncIterator[bytes]:

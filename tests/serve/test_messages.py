@@ -206,12 +206,13 @@ def test_a_real_engine_says_why_it_stopped(serving):
         whole = client.messages.create(max_tokens=20, **asked)
         assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 20)
         text = whole.content[0].text
-        cut = client.messages.create(max_tokens=20, stop_sequences=[text[5:8]], **asked)
-        assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", text[5:8])
-        assert cut.content[0].text == text[: text.index(text[5:8])]
-        with client.messages.stream(max_tokens=20, stop_sequences=[text[5:8]], **asked) as stream:
+        piece = next(text[i : i + 3] for i in range(1, len(text)) if text.index(text[i : i + 3]) > 0)
+        cut = client.messages.create(max_tokens=20, stop_sequences=[piece], **asked)
+        assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", piece)
+        assert cut.content[0].text == text[: text.index(piece)]
+        with client.messages.stream(max_tokens=20, stop_sequences=[piece], **asked) as stream:
             assert stream.get_final_message().content == cut.content
-            assert stream.get_final_message().stop_sequence == text[5:8]
+            assert stream.get_final_message().stop_sequence == piece
 
 
 def test_a_client_that_leaves_ends_its_request(fake, client, eventually):
