@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-fast lint format matrix bench clean
+.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,17 @@ test-fast: $(INSTALLED)  ## the control plane alone: no torch, no model, seconds
 
 matrix: setup  ## run the conformance tests and write what `features --matrix` prints
 	$(PY) -m pytest -q tests/conformance --matrix minivllm/matrix.json
+
+# No OpenMP: its runtime is not instrumented. The last two take the paths of other machines.
+CHECK := -std=c++20 -O1 -g -w -pthread kernels/cpu/check.cpp
+CPU := $(shell uname -m)
+OTHERS := $(if $(filter x86_64,$(CPU)),"-march=x86-64" "-mavx2 -mfma -mf16c")
+sanitize:  ## the C++ kernels under ASan, UBSan and TSan (ARGS="500": that many random batches)
+	@mkdir -p build/sanitize
+	@for flags in "-march=native -fsanitize=address,undefined -fno-sanitize-recover=all" \
+			"-march=native -fsanitize=thread" $(OTHERS); do \
+		echo "$$flags" && $(CXX) $(CHECK) $$flags -o build/sanitize/check && build/sanitize/check $(or $(ARGS),100) || exit 1; \
+	done
 
 bench: setup  ## start-up, host time and offline throughput, one JSON line each
 	$(PY) bench/startup.py $(ARGS)

@@ -1,11 +1,12 @@
-"""Attention over the paged cache, by backend: microseconds a layer, and what preparing a step costs on the host.
+"""Attention over the paged cache, by backend: microseconds a layer, the bytes of K and V that this reads a second, and
+what preparing a step costs on the host.
 
 Every layer has its own cache and a step walks through all of them, so that K and V come from memory and not from the
 processor's cache, as in an engine. Blocks are laid out as a running engine leaves them: prompts in runs, then one block
 a request in turn (`--blocks scattered` draws them at random, the worst case). Backends alternate step by step. Each
 layer is timed by itself, so that the median is not moved by the few that a busy machine interrupts.
 
-    python bench/attention.py --decode 1x200 8x200 32x200 64x500 --prefill 1x128 4x512
+    python bench/attention.py --backends cpu sdpa --decode 1x200 8x200 32x200 64x500 --prefill 1x256 1x1000
 """
 
 from __future__ import annotations
@@ -58,25 +59,41 @@ def make_batch(tables: np.ndarray, seq_lens: np.ndarray, num_queries: int, block
         block_tables=tables,
         sample_tokens=query_start[1:].astype(np.int64) - 1,
         sample_requests=np.arange(num_reqs),
+        draft_tokens=np.full(num_reqs, -1),
         num_tokens=positions.size,
         max_query=num_queries,
         max_seq=int(seq_lens.max()),
     )
 
 
+def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.int8:
+        return torch.full(shape, 60, dtype=dtype)  # four such bytes are a scale of 0.0115, no denormal
+    return torch.randn(shape, dtype=dtype)
+
+
 class Step:
     """One backend's caches and inputs; step() runs all layers and says how long prepare and the layers took."""
 
     def __init__(
-        self, name: str, shape: str, batch: InputBatch, block_size: int, dtype: torch.dtype, window: int | None
+        self,
+        name: str,
+        shape: str,
+        batch: InputBatch,
+        block_size: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        window: int | None,
     ):
         heads, kv_heads, head_size, num_layers = SHAPES[shape]
         self.spec = AttentionSpec(heads, kv_heads, head_size, 1 / math.sqrt(head_size), window)
-        kv_spec = KVSpec(num_layers, kv_heads, head_size, block_size, dtype)
+        kv_spec = KVSpec(num_layers, kv_heads, head_size, block_size, kv_dtype)
         num_blocks = int(batch.block_tables.max()) + 2
         make = ATTENTION.get(name)
         self.backend: AttentionBackend = make([self.spec] * num_layers, kv_spec, num_blocks, torch.device("cpu"))
-        self.caches = [torch.randn(self.backend.kv_shape(num_blocks), dtype=dtype) for _ in range(num_layers)]
+        self.caches = [random_cache(self.backend.kv_shape(num_blocks), kv_dtype) for _ in range(num_layers)]
+        seen = batch.seq_lens if window is None else np.minimum(batch.seq_lens, window - 1 + np.diff(batch.query_start))
+        self.bytes_read = int(seen.sum()) * kv_spec.bytes_per_block // block_size // num_layers  # once, by a layer
         packed = [torch.randn(batch.padded_tokens, heads + 2 * kv_heads, head_size, dtype=dtype) for _ in range(SHARED)]
         self.inputs = [x.split([heads, kv_heads, kv_heads], dim=1) for x in packed]
         self.batch = batch
@@ -121,9 +138,10 @@ def alternate(steps: dict[str, Step], seconds: float) -> dict[str, tuple[list[fl
 
 def main() -> None:
     args = parser(__doc__.splitlines()[0], Path(__file__).stem)
-    args.add_argument("--backends", nargs="+", default=["sdpa"], choices=ATTENTION.names())
+    args.add_argument("--backends", nargs="+", default=["cpu", "sdpa"], choices=ATTENTION.names())
     args.add_argument("--shape", default="smollm2-135m", choices=SHAPES)
     args.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    args.add_argument("--kv-dtype", default="auto", choices=["auto", "int8"])
     args.add_argument("--decode", nargs="*", default=["1x200", "8x200", "32x200", "64x500"], help="requests x length")
     args.add_argument("--prefill", nargs="*", default=["1x128", "1x1000", "4x512"], help="requests x length")
     args.add_argument("--mixed", action="store_true", help="decodes of lengths from a quarter of it to all of it")
@@ -135,15 +153,19 @@ def main() -> None:
     args = args.parse_args()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
+    kv_dtype = dtype if args.kv_dtype == "auto" else torch.int8
     results = []
     for label, seq_lens, num_queries in [*cases(args.decode, True, args.mixed), *cases(args.prefill, False, False)]:
         tables = block_tables(args.blocks, len(seq_lens), -(-int(seq_lens.max()) // args.block_size))
         batch = make_batch(tables, seq_lens, num_queries, args.block_size)
-        steps = {n: Step(n, args.shape, batch, args.block_size, dtype, args.window) for n in args.backends}
+        steps = {n: Step(n, args.shape, batch, args.block_size, dtype, kv_dtype, args.window) for n in args.backends}
         for name, (prepare, layers) in alternate(steps, args.seconds).items():
-            results.append({"case": label, "backend": name, "prepare_us": spread(prepare), "layer_us": spread(layers)})
+            result = {"case": label, "backend": name, "prepare_us": spread(prepare), "layer_us": spread(layers)}
+            result["kv_gb_per_s"] = round(steps[name].bytes_read / median(layers) / 1e3, 3)
+            results.append(result)
             note(
                 f"{label:16} {name:10} {median(layers):9.1f} us a layer, best {min(layers):9.1f}; "
+                f"{result['kv_gb_per_s']:6.2f} GB/s; "
                 f"prepare {median(prepare):7.1f}, best {min(prepare):7.1f}"
             )
     params = {k: v for k, v in vars(args).items() if k != "out"}

@@ -1,22 +1,27 @@
 """What a step costs on the host, apart from the model: schedule, prepare (both input builders), update, trace.
 
 n requests decode, one token each a step, over a fake model that answers at once. What is left is the control plane and
-the input builder, as the engine runs them. Also: how long the control plane takes to import in a fresh interpreter.
+the input builder, as the engine runs them. The builders run in turns, in a fresh engine each time; what a repetition
+says is the median of its steps, and the ratio of two builders is taken within a repetition, with its 95 % bootstrap
+interval. Also: how long the control plane takes to import in a fresh interpreter.
 
     python bench/host.py --num-reqs 1 64 256 1024
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from common import ROOT, emit, note, parser, spread
+from latency import bootstrap_ratio, shown
 
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build_kv, build_scheduler
@@ -48,7 +53,7 @@ class FakeModel:
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens))
         self.prepare_seconds = time.perf_counter() - begin
         requests = batch.sample_requests.tolist()
-        self.inputs.append(batch, np.full(len(requests), 5))
+        self.inputs.append(batch, batch.sample_requests, np.full(len(requests), 5))
         return StepOutput({batch.req_ids[r]: [5] for r in requests})
 
 
@@ -58,7 +63,7 @@ def measure(num_reqs: int, inputs: str, num_steps: int, prefix: str) -> dict[str
     num_blocks = num_reqs * -(-max_len // BLOCK_SIZE)
     config = EngineConfig.build(overrides={"kv.block_size": BLOCK_SIZE, "kv.prefix": prefix, "runner.inputs": inputs})
     limits = Limits(num_reqs, num_reqs * PROMPT, max_len, num_blocks * BLOCK_SIZE)  # one step of prefill
-    scheduler = build_scheduler(config, build_kv(config, num_blocks, max_len), limits)
+    scheduler = build_scheduler(config, build_kv(config, num_blocks, max_len), limits).base
     model = FakeModel(InputSizes(num_reqs, max_len, BLOCK_SIZE, num_blocks), inputs)
     recorder = TraceRecorder(os.devnull)
     params = SamplingParams(temperature=0.0, max_tokens=max_len - PROMPT, ignore_eos=True)
@@ -98,34 +103,54 @@ def import_seconds(num_runs: int = 7) -> list[float]:
     return [float(subprocess.run(run, cwd=ROOT, capture_output=True, check=True).stdout) for _ in range(num_runs)]
 
 
-def summary(times: dict[str, list[float]]) -> dict[str, object]:
-    """Median and 99th percentile, in milliseconds; schedule_prepare and schedule_update are sums within each step."""
-    times = dict(times)
-    for name in ("prepare", "update"):
-        times[f"schedule_{name}"] = [a + b for a, b in zip(times["schedule"], times[name], strict=True)]
-    return {
-        phase: {"median": round(float(np.median(ms)), 4), "p99": round(float(np.percentile(ms, 99)), 4)}
-        for phase, ms in times.items()
-    }
+SUMS = {"schedule_prepare": ("schedule", "prepare"), "schedule_update": ("schedule", "update")}
+SUMS["step"] = ("schedule", "prepare", "update")
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    """Milliseconds of each phase, and of sums taken within each step."""
+    columns = dict(times)
+    for name, parts in SUMS.items():
+        columns[name] = [sum(step) for step in zip(*(times[part] for part in parts), strict=True)]
+    return {phase: float(np.median(ms)) for phase, ms in columns.items()}
+
+
+def compare(num_reqs: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A row for each builder, and one for the ratio of each builder to the first."""
+    found: dict[str, list[dict[str, float]]] = {inputs: [] for inputs in args.inputs}
+    for i in range(args.repetitions):
+        for inputs in args.inputs if i % 2 == 0 else args.inputs[::-1]:
+            found[inputs].append(medians(measure(num_reqs, inputs, args.num_steps, args.prefix)))
+    rows, ratios = [], []
+    first = found[args.inputs[0]]
+    for inputs, runs in found.items():
+        phases = {phase: spread([run[phase] for run in runs], 4) for phase in runs[0]}
+        rows.append({"num_reqs": num_reqs, "inputs": inputs} | phases)
+        note(f"{num_reqs:5} requests, {inputs:10}: " + ", ".join(f"{k} {v['median']:.3f}" for k, v in phases.items()))
+        if runs is not first:
+            ratio = {
+                p: shown(bootstrap_ratio([r[p] for r in first], [r[p] for r in runs])) for p in ("prepare", "step")
+            }
+            ratios.append({"num_reqs": num_reqs, "inputs": f"{inputs} / {args.inputs[0]}"} | ratio)
+            note(f"{num_reqs:5} requests, {ratios[-1]}")
+    return rows, ratios
 
 
 def main() -> None:
     args = parser(__doc__.splitlines()[0], Path(__file__).stem)
     args.add_argument("--num-reqs", type=int, nargs="+", default=[1, 64, 256, 1024], help="requests that decode")
     args.add_argument("--inputs", nargs="+", default=list(INPUT_BUILDERS.names()), help="input builders")
-    args.add_argument("--num-steps", type=int, default=200, help="decode steps measured")
+    args.add_argument("--num-steps", type=int, default=100, help="decode steps measured in a repetition")
+    args.add_argument("--repetitions", type=int, default=6)
     args.add_argument("--prefix", default="hash", help="kv.prefix")
     args = args.parse_args()
-    results = {"import_seconds": spread(import_seconds()), "step_ms": []}
+    results: dict[str, Any] = {"import_seconds": spread(import_seconds()), "step_ms": [], "ratios": []}
     for num_reqs in args.num_reqs:
-        for inputs in args.inputs:
-            row = {"num_reqs": num_reqs, "inputs": inputs}
-            row |= summary(measure(num_reqs, inputs, args.num_steps, args.prefix))
-            results["step_ms"].append(row)
-            medians = ", ".join(f"{k} {v['median']:.3f}" for k, v in row.items() if isinstance(v, dict))
-            note(f"{num_reqs:5} requests, {inputs:10}: {medians} ms")
+        rows, ratios = compare(num_reqs, args)
+        results["step_ms"] += rows
+        results["ratios"] += ratios
     params = {"num_steps": args.num_steps, "prompt": PROMPT, "block_size": BLOCK_SIZE, "prefix": args.prefix}
-    emit("host", params, results, args.out)
+    emit("host", params | {"repetitions": args.repetitions}, results, args.out)
 
 
 if __name__ == "__main__":

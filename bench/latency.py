@@ -19,6 +19,7 @@ And of the engine:
     kv_reserved, kv_internal, kv_external
                  waste as in Figure 2 of the vLLM paper (kv/waste.py), each a fraction of the slots that are not free to
                  be given out; the mean of samples taken every few steps.
+    running      requests held at once: the mean of the steps in which others wait (of all steps, if nobody ever does).
     preemptions  requests that lost their blocks.
     stall_steps  longest run of steps in which a request that had its first token and was not finished got none.
 """
@@ -55,6 +56,7 @@ METRICS: dict[str, Metric] = {
     "kv_reserved": Metric("KV slots reserved for later", "of taken"),
     "kv_internal": Metric("KV slots wasted inside", "of taken"),
     "kv_external": Metric("KV slots lost between", "of taken"),
+    "running": Metric("requests held at once", "requests", True),
     "preemptions": Metric("preemptions", "requests"),
     "stall_steps": Metric("longest stall of a decode", "steps"),
     "num_steps": Metric("steps", "steps"),
@@ -71,6 +73,13 @@ class Timeline:
     steps: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
+    def at(self, time: float, step: int, num: int) -> None:
+        """num tokens more came now; below 0: the first ones did not count."""
+        self.times += [time] * num
+        self.steps += [step] * num
+        if num < 0:
+            del self.times[:-num], self.steps[:-num]
+
 
 class StepRecord(NamedTuple):
     host_ms: float
@@ -78,6 +87,8 @@ class StepRecord(NamedTuple):
     slots: int  # allocated to live requests
     preempted: int
     waste: tuple[float, float, float, float] | None = None  # tokens, reserved, internal, external, where it was sampled
+    running: int = 0  # requests
+    waiting: int = 0
 
 
 def metrics(timelines: Sequence[Timeline], steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -99,6 +110,7 @@ def metrics(timelines: Sequence[Timeline], steps: Sequence[StepRecord]) -> dict[
         | {
             "host_ms": float(np.mean([s.host_ms for s in steps])),
             "kv_used": sum(s.held for s in steps) / slots if slots else 0.0,
+            "running": float(np.mean([s.running for s in steps if s.waiting] or [s.running for s in steps])),
             "preemptions": sum(s.preempted for s in steps),
             "stall_steps": max((b - a - 1 for t in timelines for a, b in pairwise(t.steps) if b > a), default=0),
             "num_steps": len(steps),
@@ -132,6 +144,11 @@ def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0, num: 
     picks = np.random.default_rng(seed).integers(0, len(logs), (num, len(logs)))
     low, high = np.percentile(logs[picks].mean(axis=1), (2.5, 97.5))
     return Ratio(*(float(np.exp(value)) for value in (logs.mean(), low, high)))
+
+
+def shown(ratio: Ratio | None) -> dict[str, float | None]:
+    """As JSON keeps it."""
+    return {key: round(value, 4) for key, value in ratio._asdict().items()} if ratio else {"ratio": None}
 
 
 def verdict(metric: str, ratio: Ratio | None, a: Sequence[float] = (), b: Sequence[float] = ()) -> str:

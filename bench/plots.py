@@ -1,4 +1,4 @@
-"""From the JSON of bench/ablate.py: a plot as PNG and SVG, and a table in Markdown, beside it.
+"""From the JSON of bench/ablate.py: a plot as PNG and SVG, and a table in Markdown, beside it. ablate does it itself.
 
     python bench/plots.py bench/results/ablate-v0-v1-auto.json
 
@@ -23,6 +23,7 @@ COLOURS = {"better": "#0072b2", "worse": "#d55e00", "": "#8c8c8c"}  # Okabe and 
 MEANING = {"better": "better", "worse": "worse", "": "no difference shown"}
 COLUMNS = ("throughput", "ttft_p50", "itl_p99", "stall_steps", "host_ms", "kv_used")  # of the plot of several switches
 TABLE = ("throughput", "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99", "itl_max", "latency_p50", "host_ms", "kv_used")
+SHARES = ("kv_reserved", "kv_internal", "kv_external")  # of the pool, often 0: the two medians say more than a ratio
 COUNTS = ("preemptions", "stall_steps")
 WORTH_SAYING = 1.02  # in a title
 KINDS = {"whole": "A → B", "path": "on the path", "alone": "off alone"}
@@ -63,7 +64,7 @@ def cell(row: Row, metric: str) -> str:
     if ratio is None:
         return ""
     mark = {"better": " ▲", "worse": " ▼", "": ""}[ratio["verdict"]]
-    if ratio["ratio"] is None or metric in COUNTS:
+    if ratio["ratio"] is None or metric in (*SHARES, *COUNTS):
         text = "{} → {}".format(*map(number, medians(row, metric)))
     else:
         text = f"× {ratio['ratio']:.3g} ({ratio['low']:.3g} to {ratio['high']:.3g})"
@@ -80,7 +81,7 @@ def says(row: Row) -> str:
 
 def markdown(record: dict[str, Any]) -> str:
     results, params = record["results"], record["params"]
-    head = ["switch", "", "workload", *TABLE, *COUNTS, "its metric says"]
+    head = ["switch", "", "workload", *TABLE, *SHARES, *COUNTS, "its metric says"]
     lines = [
         f"B / A, {params['repetitions']} repetitions of A and B in turns, 95 % bootstrap interval; {params['model']} "
         f"in {params['dtype']}, {record['machine']['num_cores']} cores, commit {record['commit']}, "
@@ -96,7 +97,7 @@ def markdown(record: dict[str, Any]) -> str:
             change(row),
             KINDS[row["kind"]],
             row["workload"],
-            *(cell(row, m) for m in (*TABLE, *COUNTS)),
+            *(cell(row, m) for m in (*TABLE, *SHARES, *COUNTS)),
             says(row),
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -30,17 +30,16 @@ def host_seconds(prefix: str, num_requests: int, seed: int) -> float:
     """schedule + update for all requests, prompt and output."""
     config = EngineConfig.build("v1", {"kv.prefix": prefix, "scheduler.max_num_seqs": 256})
     kv = build_kv(config, 4000, 2048)
-    scheduler = build_scheduler(config, kv, Limits(256, 2048, 2048, kv.capacity))
+    scheduler = build_scheduler(config, kv, Limits(256, 2048, 2048, kv.capacity)).base
     rng = random.Random(seed)
     params = SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True)
     for i in range(num_requests):
         scheduler.add(Request(str(i), params, [rng.randrange(49_000) for _ in range(NUM_PROMPT)], NUM_PROMPT))
     seconds = 0.0
-    while scheduler.requests:
+    while requests := scheduler.requests:
         start = time.perf_counter()
         plan = scheduler.schedule(0.0)
         seconds += time.perf_counter() - start
-        requests = scheduler.requests
         ready = [r for r, n in plan.num_tokens.items() if plan.start[r] + n == requests[r].num_tokens]
         out = StepOutput({req_id: [rng.randrange(49_000)] for req_id in ready})
         start = time.perf_counter()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FIRST_ID = 10  # ids below are often special
+SPARE_SLOTS = 16  # of a pool that shall hold all, for each sequence: what the end of its last block wastes
 
 
 class Arrival(NamedTuple):
@@ -31,11 +32,21 @@ class Arrival(NamedTuple):
     priority: int = 0
     kind: str = "chat"  # what the request is for, for metrics of one kind alone
     n: int = 1  # outputs of the one prompt; above 1 they are sampled, else greedy
+    beam_width: int = 0  # above 0: beam search, and n is 1
+
+    @property
+    def num_sequences(self) -> int:
+        return self.beam_width or self.n
 
     @property
     def num_tokens(self) -> int:
         """Prompt and all outputs."""
-        return len(self.prompt_token_ids) + self.n * self.max_tokens
+        return len(self.prompt_token_ids) + self.num_sequences * self.max_tokens
+
+    @property
+    def num_unshared_tokens(self) -> int:
+        """If each sequence keeps the prompt for itself: what schedulers ask for before they take a group."""
+        return self.num_sequences * (len(self.prompt_token_ids) + self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +102,13 @@ class Draw:
         gaps = self.generator.exponential(1 / self.rate, self.num_requests)
         return [0.0, *np.cumsum(gaps[1:]).tolist()]
 
-    def pairs(self, inputs: Lengths, outputs: Lengths, n: int = 1, before: list[int] | None = None) -> list[Arrival]:
+    def pairs(
+        self, inputs: Lengths, outputs: Lengths, *, n: int = 1, beam_width: int = 0, before: list[int] | None = None
+    ) -> list[Arrival]:
         lengths_in = inputs.draw(self.generator, self.num_requests, self.scale)
         lengths_out = outputs.draw(self.generator, self.num_requests, self.scale)
         return [
-            Arrival(time, (before or []) + self.ids(num_in), num_out, n=n)
+            Arrival(time, (before or []) + self.ids(num_in), num_out, n=n, beam_width=beam_width)
             for time, num_in, num_out in zip(self.times(), lengths_in, lengths_out, strict=True)
         ]
 
@@ -142,6 +155,11 @@ def parallel_sampling(draw: Draw, n: int = 4) -> list[Arrival]:
     return draw.pairs(ALPACA_IN, ALPACA_OUT, n=n)
 
 
+def beam(draw: Draw, width: int = 4) -> list[Arrival]:
+    """Alpaca's lengths with beam search of that width (vLLM paper, section 6.3: widths of 2, 4 and 6)."""
+    return draw.pairs(ALPACA_IN, ALPACA_OUT, beam_width=width)
+
+
 def memory_pressure(draw: Draw) -> list[Arrival]:
     """ShareGPT's lengths into a pool that holds a fifth of them: preemption is certain once outputs grow."""
     return draw.pairs(SHAREGPT_IN, SHAREGPT_OUT)
@@ -167,6 +185,7 @@ WORKLOADS: dict[str, Workload] = {
     "shared_prefix": Workload(shared_prefix, 32, 4.0, 1109),
     "long_prompt_among_chats": Workload(long_prompt_among_chats, 9, 1.0, 2016),
     "parallel_sampling": Workload(parallel_sampling, 8, 2.0, 768),
+    "beam": Workload(beam, 8, 2.0, 768),
     "memory_pressure": Workload(memory_pressure, 16, math.inf, 2048, pool_fraction=0.2),
 }
 
@@ -196,4 +215,7 @@ def draw(
     max_model_len = max(16, math.ceil(workload.longest * scale))
     max_model_len = max(max_model_len, *(len(a.prompt_token_ids) + a.max_tokens for a in arrivals))
     tokens = workload.pool_fraction * sum(a.num_tokens for a in arrivals)
-    return Scene(sorted(arrivals, key=lambda a: a.time_s), max_model_len, max(max_model_len, math.ceil(tokens)))
+    if workload.pool_fraction == 1.0:
+        tokens += SPARE_SLOTS * sum(a.num_sequences for a in arrivals)
+    tokens = max(math.ceil(tokens), max_model_len, *(a.num_unshared_tokens for a in arrivals))
+    return Scene(sorted(arrivals, key=lambda a: a.time_s), max_model_len, tokens)

@@ -1,8 +1,8 @@
 """Which families of kernels can be built and run on this machine, and why not the others.
 
 The engine never needs one of them: each kernel has a torch twin that gives the same numbers, so a machine without
-triton, a GPU or a C++ compiler imports, tests and serves. No kernel has landed yet: the report is about what they will
-stand on.
+triton, a GPU or a C++ compiler imports, tests and serves. The report is about what kernels
+stand on, and about the CPU's, which are compiled at first use.
 
 The folder is `kernels/` in the repository and `minivllm.kernels` for Python. It has no __init__.py, see setup.py.
 """
@@ -40,7 +40,17 @@ def cpp_family() -> Family:
     return Family("cpp", True, compiler)
 
 
-FAMILIES: tuple[Callable[[], Family], ...] = (triton_family, cpp_family)
+def cpu_family() -> Family:
+    """Compiles the kernels if they are not there yet."""
+    from minivllm.kernels.cpu import build
+
+    obstacle = build.obstacle()
+    if obstacle is not None:
+        return Family("cpu", False, obstacle)
+    return Family("cpu", True, f"attention for {build.isa()}, {build.path().parent}")
+
+
+FAMILIES: tuple[Callable[[], Family], ...] = (triton_family, cpp_family, cpu_family)
 
 
 def report() -> list[Family]:

@@ -13,15 +13,28 @@ _EXPORTS = {
     "AsyncLLM": "minivllm.engine.async_llm",
     "BeamSearchParams": "minivllm.request",
     "EngineConfig": "minivllm.config",
+    "LoRARequest": "minivllm.lora.request",
     "SamplingParams": "minivllm.request",
+    "StructuredParams": "minivllm.structured.params",
 }
-__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "EngineConfig",
+    "LoRARequest",
+    "SamplingParams",
+    "StructuredParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig
     from minivllm.engine.async_llm import AsyncLLM
     from minivllm.engine.llm import LLM
+    from minivllm.lora.request import LoRARequest
     from minivllm.request import BeamSearchParams, SamplingParams
+    from minivllm.structured.params import StructuredParams
 
 
 def __getattr__(name: str) -> Any:

@@ -34,8 +34,18 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "kv.memory": "size of the KV pool, in bytes or with a unit: 2GiB",
     "kv.swap_memory": "host memory for the KV of preempted requests, if kv.preemption can swap",
     "kv.hash_seed": "fixes the key of the prefix hash; by default it is random",
+    "speculative_config": 'JSON: {"method": "ngram", "num_speculative_tokens": 6}, or another method',
+    "spec_decode.k": "tokens guessed at a time, at most",
+    "spec_decode.model": "what guesses tokens: a model with the same vocabulary (draft), a folder (eagle, medusa)",
+    "spec_decode.layers": "how many of the model's own layers guess tokens (method self_draft)",
+    "spec_decode.ngram_min": "shortest run of tokens that the ngram method looks up",
+    "spec_decode.ngram_max": "longest run of tokens that the ngram method looks up",
+    "spec_decode.suffix_tokens": "tokens of earlier outputs that the suffix method remembers",
     "executor.num_threads": "threads of the CPU backend; by default the cores that this process may use",
     "debug.check": "assert every invariant after each step",
+    "lora.max_loras": "different LoRA adapters in a step at most",
+    "lora.max_rank": "the highest rank of a LoRA adapter",
+    "lora.max_cpu_loras": "LoRA adapters in host memory at most",
     "scheduler.max_num_seqs": "requests in a step at most",
     "scheduler.max_num_batched_tokens": "tokens in a step at most",
 }
@@ -118,13 +128,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     defaults, features = EngineConfig(), {feature.field: feature for feature in FEATURES}
     for name, dotted in VLLM_NAMES.items():
         default, feature = defaults.get(dotted), features.get(dotted)
-        what = FIELD_HELP.get(dotted) or feature.what
+        what = FIELD_HELP.get(name) or FIELD_HELP.get(dotted) or feature.what
         flag = f"--{name.replace('_', '-')}"
         if isinstance(default, bool) or name == "enable_prefix_caching":
             action, shown = argparse.BooleanOptionalAction, "on" if default not in (False, "none") else "off"
             group.add_argument(flag, action=action, default=None, help=f"{what} ({shown})")
         else:
-            choices = f" [{' | '.join(map(str, feature.options))}]" if feature else ""
+            choices = f" [{' | '.join(map(str, feature.options))}]" if feature and name not in FIELD_HELP else ""
             shown = "automatic" if default is None else default
             metavar = name.rpartition("_")[2].upper()
             group.add_argument(flag, default=None, metavar=metavar, help=f"{what}{choices} ({shown})")
@@ -138,18 +148,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords for LLM or AsyncLLM. Raises ConfigError for a value that cannot be, before anything is loaded."""
     names = {name: value for name in VLLM_NAMES if (value := getattr(args, name)) is not None}
-    overrides = parse_set(args.set)
+    overrides: dict[str, Any] = parse_set(args.set)
+    if args.trace is not None:
+        overrides["debug.trace"] = args.trace
     EngineConfig.build(args.preset, {**from_vllm_names(names), **overrides})
     return {**names, "preset": args.preset, "overrides": overrides}
-
-
-def recorders(path: str | None) -> list[Any]:
-    """The observers that --trace asks for."""
-    if path is None:
-        return []
-    from minivllm.trace import TraceRecorder
-
-    return [TraceRecorder(path)]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

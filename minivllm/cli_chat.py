@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from minivllm.cli import Parser, add_engine_options, engine_options, interrupts_end_at_once, recorders
+from minivllm.cli import Parser, add_engine_options, engine_options, interrupts_end_at_once
 from minivllm.config import DEFAULT_MODEL
 from minivllm.errors import BadRequest, UserError
 from minivllm.request import SamplingParams
@@ -38,13 +38,13 @@ class Model(Protocol):
 
 
 class LocalModel:
-    def __init__(self, params: SamplingParams, trace: str | None, **options: Any):
+    def __init__(self, params: SamplingParams, **options: Any):
         self.name = options.get("model", DEFAULT_MODEL)
         print(f"Loading {self.name} ...", flush=True)
         with interrupts_end_at_once():
             from minivllm.engine.async_llm import AsyncLLM
 
-            self._engine = AsyncLLM(observers=recorders(trace), **options)
+            self._engine = AsyncLLM(**options)
         self._params = params
         self._runner = asyncio.Runner()
         self._ids = itertools.count()
@@ -142,7 +142,7 @@ def open_model(args: argparse.Namespace) -> Model:
     sampling = SamplingParams(**params)  # a wrong value is told before the model is loaded
     options = engine_options(args)
     if args.url is None:
-        return LocalModel(sampling, args.trace, **options)
+        return LocalModel(sampling, **options)
     return RemoteModel(args.url, {k: v for k, v in params.items() if v is not None}, options.get("model"), args.api_key)
 
 

@@ -27,12 +27,15 @@ class ModelConfig(Section):
     tokenizer: str | None = None  # a folder or Hub id; None: the model's own
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"  # see features.py
+    dense_copy: bool = True  # beside packed weights, one in bf16 for steps of many tokens
     max_model_len: int | None = None  # longest prompt + output, in tokens; None: what the model and the KV pool allow
     seed: int = 0  # of dummy weights and of requests that bring no seed
 
 
 class KVConfig(Section):
     block_size: int = 16  # tokens a block
+    dtype: Literal["auto", "int8"] = "auto"  # auto: the model's
     num_blocks: int | None = None  # size of the pool; None: from memory
     memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
     memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
@@ -61,15 +64,46 @@ class RunnerConfig(Section):
     compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
 
 
+class SpecDecodeConfig(Section):
+    method: str = "none"
+    k: int = 8  # tokens guessed at a time, at most
+    model: str | None = (
+        None  # that guesses (draft): as model.path, with the same vocabulary; or a folder (eagle, medusa)
+    )
+    layers: int = 2  # of the model itself that guess (method self_draft)
+    acceptance: str = "match"
+    adaptive: bool = True
+    ngram_min: int = 1  # shortest run of tokens that is looked up
+    ngram_max: int = 4
+    suffix_tokens: int = 32768  # of earlier outputs that the suffix method remembers; 0: none
+
+
 class ExecutorConfig(Section):
     kind: str = "uni"
     num_threads: int | None = None  # of the CPU backend; None: the cores that this process may use
+
+
+class EngineSection(Section):
+    core: Literal["inproc", "process"] = "inproc"
+
+
+class StructuredConfig(Section):
+    backend: str = "auto"  # of structured output; auto: the first that is installed and can hold the request's form
+
+
+class LoRAConfig(Section):
+    enabled: bool = False
+    max_loras: int = 8  # slots: different adapters in a step at most
+    max_rank: int = 64  # of an adapter
+    max_cpu_loras: int = 32  # adapters in host memory
+    adapters: dict[str, str] = {}  # name -> folder, loaded at start
 
 
 class DebugConfig(Section):
     preempt_every: int = 0
     evict_all: bool = False
     check: bool = False  # assert every invariant after each step
+    trace: str | None = None  # a file: record every step there, as minivllm.trace/1
 
 
 class EngineConfig(Section):
@@ -78,7 +112,11 @@ class EngineConfig(Section):
     kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
+    spec_decode: SpecDecodeConfig = SpecDecodeConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    engine: EngineSection = EngineSection()
+    structured: StructuredConfig = StructuredConfig()
+    lora: LoRAConfig = LoRAConfig()
     debug: DebugConfig = DebugConfig()
 
     @classmethod
@@ -128,6 +166,11 @@ _BEFORE_ORCA = {
 }
 
 PRESETS: dict[str, Preset] = {
+    "naive": Preset(
+        {**_BEFORE_ORCA, "scheduler.kind": "static", "scheduler.max_num_seqs": 1, "executor.kind": "naive"},
+        "transformers' model with its DynamicCache, one request at a time. Not the original: the loop and the sampler "
+        "are ours and not generate()'s, requests queue here, and the block pool is a ledger with no memory behind it",
+    ),
     "static": Preset(
         {**_BEFORE_ORCA, "scheduler.kind": "static", "kv.allocation": "max"},
         "request-level batching (FasterTransformer): a batch runs until its last request has ended, each with room for "
@@ -230,6 +273,13 @@ def check_options(config: EngineConfig) -> None:
         ("scheduler.max_num_batched_tokens", 1, None),
         ("model.max_model_len", 2, None),
         ("executor.num_threads", 1, None),
+        ("spec_decode.k", 1, 64),
+        ("spec_decode.ngram_min", 1, config.spec_decode.ngram_max),
+        ("spec_decode.suffix_tokens", 0, None),
+        ("lora.max_loras", 1, None),
+        ("lora.max_rank", 1, 256),
+        ("lora.max_cpu_loras", 1, None),
+        ("spec_decode.layers", 1, None),
         ("debug.preempt_every", 0, None),
     ):
         value = config.get(field_)
@@ -237,6 +287,11 @@ def check_options(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{field_} must be at least {low:g}{f' and at most {high:g}' if high else ''}, got {value}"
             )
+    lora = config.lora
+    if lora.max_cpu_loras < len(lora.adapters):
+        raise ConfigError(f"lora.adapters names {len(lora.adapters)}, lora.max_cpu_loras admits {lora.max_cpu_loras}")
+    if lora.adapters and not lora.enabled:
+        raise ConfigError("lora.adapters needs lora.enabled=true")
     chosen = {feature.name: config.get(feature.field) for feature in FEATURES}
     for conflict in CONFLICTS:
         (a, x), (b, y) = conflict.first, conflict.second
@@ -249,10 +304,12 @@ VLLM_NAMES: dict[str, str] = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "dtype": "model.dtype",
+    "quantization": "model.quantization",
     "device": "model.device",
     "seed": "model.seed",
     "max_model_len": "model.max_model_len",
     "block_size": "kv.block_size",
+    "kv_cache_dtype": "kv.dtype",
     "num_gpu_blocks_override": "kv.num_blocks",
     "gpu_memory_utilization": "kv.memory_fraction",
     "kv_cache_memory_bytes": "kv.memory",
@@ -263,8 +320,41 @@ VLLM_NAMES: dict[str, str] = {
     "enable_chunked_prefill": "scheduler.chunked_prefill",
     "scheduling_policy": "scheduler.policy",
     "attention_backend": "runner.attention",
+    "guided_decoding_backend": "structured.backend",
+    "speculative_config": "spec_decode.method",
+    "enable_lora": "lora.enabled",
+    "max_loras": "lora.max_loras",
+    "max_lora_rank": "lora.max_rank",
+    "max_cpu_loras": "lora.max_cpu_loras",
     "compile": "runner.compile",
 }
+
+# Keys of vLLM's speculative_config -> our field.
+VLLM_SPECULATIVE: dict[str, str] = {
+    "method": "spec_decode.method",
+    "num_speculative_tokens": "spec_decode.k",
+    "model": "spec_decode.model",
+    "prompt_lookup_min": "spec_decode.ngram_min",
+    "prompt_lookup_max": "spec_decode.ngram_max",
+}
+
+
+def _from_speculative_config(given: Any) -> dict[str, Any]:
+    """Overrides from vLLM's dictionary, or from its JSON text (a flag's value)."""
+    try:
+        found = msgspec.json.decode(given) if isinstance(given, str) else given
+    except msgspec.DecodeError as e:
+        raise ConfigError(f"speculative_config is no JSON ({e}): {given}") from None
+    if not isinstance(found, Mapping):
+        raise ConfigError(f'speculative_config must be an object such as {{"method": "ngram"}}, got {given!r}')
+    for name in found:
+        if name not in VLLM_SPECULATIVE:
+            hint = did_you_mean(name, list(VLLM_SPECULATIVE))
+            raise ConfigError(f'speculative_config: no key "{name}".{hint} Keys: {", ".join(VLLM_SPECULATIVE)}')
+    overrides = {VLLM_SPECULATIVE[name]: value for name, value in found.items()}
+    if overrides.get("spec_decode.method") == "draft_model":  # vLLM's name
+        overrides["spec_decode.method"] = "draft"
+    return overrides
 
 
 def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,6 +366,9 @@ def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f'no keyword "{name}".{hint} Every option can be set by overrides={{"section.field": value}}'
             )
+        if name == "speculative_config":
+            overrides |= _from_speculative_config(value)
+            continue
         if name == "enable_prefix_caching":
             value = "hash" if value else "none"
         if name == "kv_cache_memory_bytes":

@@ -35,6 +35,14 @@ class NeverFits(BadRequest):
     """A request that no amount of waiting can serve: longer than the model's context or than the whole KV pool."""
 
 
+class AdapterError(BadRequest):
+    """A LoRA adapter that cannot be loaded: files that are missing, damaged or unsupported, a name that is taken."""
+
+
+class UnknownAdapter(BadRequest):
+    """A request, or an unload, that names a LoRA adapter which is not loaded."""
+
+
 class OutOfBlocks(MinivllmError):
     """The block pool was asked for more blocks than it has free. Callers ask first: reaching this is a defect."""
 

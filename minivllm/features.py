@@ -89,6 +89,7 @@ INPUT_BUILDERS: Registry = Registry(
 ATTENTION: Registry = Registry(
     "runner.attention",
     {
+        "cpu": "minivllm.attention.cpu:CPUAttention",
         "reference": "minivllm.attention.reference:ReferenceAttention",
         "sdpa": "minivllm.attention.sdpa:SDPAAttention",
     },
@@ -100,7 +101,35 @@ FORWARDS: Registry = Registry(
         "piecewise": "minivllm.runner.forward_piecewise:PiecewiseForward",
     },
 )
-EXECUTORS: Registry = Registry("executor.kind", {"uni": "minivllm.executor.uni:UniExecutor"})
+PROPOSERS: Registry = Registry(
+    "spec_decode.method",
+    {
+        "none": "minivllm.spec_decode.make:none",
+        "ngram": "minivllm.spec_decode.make:ngram",
+        "suffix": "minivllm.spec_decode.make:suffix",
+        "draft": "minivllm.spec_decode.make:draft",
+        "self_draft": "minivllm.spec_decode.make:self_draft",
+        "eagle": "minivllm.spec_decode.make:eagle",
+        "medusa": "minivllm.spec_decode.make:medusa",
+    },
+)
+ACCEPTANCES: Registry = Registry(
+    "spec_decode.acceptance",
+    {"match": "minivllm.spec_decode.make:match", "rejection": "minivllm.spec_decode.make:rejection"},
+)
+EXECUTORS: Registry = Registry(
+    "executor.kind",
+    {"uni": "minivllm.executor.uni:UniExecutor", "naive": "minivllm.executor.naive:NaiveExecutor"},
+)
+
+GRAMMARS: Registry = Registry(  # structured.backend=auto asks them in this order
+    "structured.backend",
+    {
+        "xgrammar": "minivllm.structured.xgrammar_backend:XGrammarBackend",
+        "llguidance": "minivllm.structured.llguidance_backend:LLGuidanceBackend",
+        "dfa": "minivllm.structured.dfa:DFABackend",
+    },
+)
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
@@ -155,6 +184,16 @@ FEATURES: tuple[Feature, ...] = (
         chapter="06",
         workload="sharegpt",
         metric="kv_used",
+    ),
+    Feature(
+        "kv_dtype",
+        "kv.dtype",
+        ("auto", "int8"),
+        "auto",
+        "how K and V are kept: as the model computes them, or in 8 bits with a scale for each token and head",
+        chapter="06",
+        workload="memory_pressure",
+        metric="throughput",
     ),
     Feature(
         "prefix",
@@ -218,6 +257,27 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "quantization",
+        "model.quantization",
+        ("auto", "none", "int8", "int4"),
+        "auto",
+        "how linear layers keep their weights on a CPU: auto keeps those that a GGUF file has in 4 or 8 bits; int8 and "
+        "int4 round any model's when it is loaded; none computes with all of them in the model's dtype",
+        chapter="15",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "dense_copy",
+        "model.dense_copy",
+        (True, False),
+        True,
+        "keep, beside weights in 4 or 8 bits, a copy in bf16 for steps of many tokens: faster prefill, more memory",
+        chapter="15",
+        workload="fixed",
+        metric="ttft_p50",
+    ),
+    Feature(
         "forward",
         "runner.forward",
         FORWARDS.names(),
@@ -238,14 +298,76 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "spec_decode",
+        "spec_decode.method",
+        PROPOSERS.names(),
+        "none",
+        "who guesses the next tokens, so that one forward can check several: nobody, a look-up of what followed the "
+        "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency), a "
+        "smaller model (draft), the model's first layers (self_draft), heads on its hidden states (eagle, medusa)",
+        chapter="18",
+        workload="fixed",
+        metric="tpot_p50",
+    ),
+    Feature(
+        "acceptance",
+        "spec_decode.acceptance",
+        ACCEPTANCES.names(),
+        "match",
+        "which guesses become output: those that the request's own draw gives (the same tokens as without), or by "
+        "rejection sampling (other tokens, the same distribution)",
+        chapter="18",
+        workload="fixed",
+        metric="tpot_p50",
+    ),
+    Feature(
+        "adaptive",
+        "spec_decode.adaptive",
+        (True, False),
+        True,
+        "guess less, down to nothing, where a forward over more tokens takes longer than the guesses save",
+        chapter="18",
+        workload="fixed",
+        metric="tpot_p50",
+    ),
+    Feature(
         "executor",
         "executor.kind",
         EXECUTORS.names(),
         "uni",
-        "where the forward runs: in this process",
+        "where and as what the forward runs: in this process, or as transformers' own model, one request at a time",
         chapter="17",
         workload="fixed",
         metric="throughput",
+    ),
+    Feature(
+        "core",
+        "engine.core",
+        ("inproc", "process"),
+        "inproc",
+        "where the engine core steps: beside the front end, or in a process of its own, which nothing delays (V1)",
+        chapter="17",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "lora",
+        "lora.enabled",
+        (False, True),
+        False,
+        "LoRA adapters, several in one batch, loaded and unloaded at run time (PEFT's format)",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "structured",
+        "structured.backend",
+        ("auto", *GRAMMARS.names()),
+        "auto",
+        "who holds an output to a JSON Schema, an expression or a grammar: a library, or the in-house automaton",
+        chapter="16",
+        workload="fixed",
+        metric="host_ms",
     ),
     Feature(
         "preempt_every",
@@ -266,6 +388,10 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 CONFLICTS: tuple[Conflict, ...] = (
+    *(
+        Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read a KV cache in int8; cpu can")
+        for attention in ("reference", "sdpa")
+    ),
     Conflict(
         ("scheduler", "phased"),
         ("chunked_prefill", True),
@@ -275,6 +401,14 @@ CONFLICTS: tuple[Conflict, ...] = (
     *(
         Conflict(("forward", "eager"), ("compile", option), "only runner.forward=piecewise has pieces to compile")
         for option in ("background", "wait")
+    ),
+    *(
+        Conflict(("forward", "piecewise"), (axis, option), f"{what} by C++ calls that cannot be traced yet")
+        for axis, option, what in (
+            ("quantization", "int8", "packed weights are multiplied"),
+            ("quantization", "int4", "packed weights are multiplied"),
+            ("lora", True, "adapters are multiplied"),
+        )
     ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
@@ -287,5 +421,23 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("preemption", "swap", "is given back whole: there are no blocks to move"),
             ("preemption", "auto", "is given back whole: there are no blocks to move"),
         )
+    ),
+    *(
+        Conflict(("executor", "naive"), (axis, option), f"transformers {why}")
+        for axis, options, keeps, why in (
+            ("prefix", PREFIX_INDEXES.names(), "none", "keeps a cache for each request: no request finds another's"),
+            ("kv_dtype", ("auto", "int8"), "auto", "keeps K and V in the model's dtype"),
+            ("quantization", ("none", "int8", "int4"), "none", "computes with all weights in the model's dtype"),
+            ("dense_copy", (True, False), True, "has no packed weights beside which there could be a copy"),
+            ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),
+            ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
+            ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
+            ("forward", FORWARDS.names(), "eager", "runs its model eagerly"),
+            ("compile", ("off", "background", "wait"), "off", "runs its model eagerly"),
+            ("lora", (False, True), False, "has its own layers, without adapters"),
+            ("spec_decode", PROPOSERS.names(), "none", "is the baseline: its cache takes back no rejected draft"),
+        )
+        for option in options
+        if option != keeps
     ),
 )

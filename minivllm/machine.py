@@ -10,12 +10,26 @@ from typing import Any
 
 from minivllm import __version__
 
+CGROUP = Path("/sys/fs/cgroup")
 PACKAGES = ("torch", "transformers", "numpy", "msgspec")
 
 
 def num_cores() -> int:
     """CPU cores that this process may use, which a container or taskset can make fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota() -> float | None:
+    """CPU time that this process's control group may use, in cores (`docker run --cpus 1.5`); None: no limit."""
+    for quota, period in (("cpu.max", None), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            parts = (CGROUP / quota).read_text().split()  # version 2: "150000 100000" or "max 100000"
+            parts += (CGROUP / period).read_text().split() if period else []
+            used, of = map(int, parts)
+        except (OSError, ValueError):
+            continue
+        return used / of if used > 0 and of > 0 else None
+    return None
 
 
 def cpu_name() -> str:

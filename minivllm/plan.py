@@ -42,6 +42,8 @@ class StepStats:
     num_preempted: int = 0  # requests preempted while making this plan
     prefix_queries: int = 0  # tokens looked up in the prefix cache while making this plan
     prefix_hits: int = 0  # of these, how many were found
+    num_drafted: int = 0  # draft tokens in this plan
+    num_accepted: int = 0  # of these, how many became output; known after the step
 
 
 @dataclass(slots=True)
@@ -61,6 +63,9 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (shared block, its private copy): copy-on-write
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     notes: list[str] = field(default_factory=list)  # why the scheduler did something, for whoever reads the trace
+    # Proposed tokens that follow a request's known ones in this step; num_tokens counts them. The runner says which of
+    # them the model itself would have given (StepOutput.tokens); the others leave no trace.
+    drafts: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def total_tokens(self) -> int:
@@ -69,13 +74,15 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step produced. A request absent from `tokens` has not reached its last known token yet."""
+    """What a step produced. A request absent from `tokens` has not reached its last known token yet; one whose plan had
+    k drafts has 1 to k + 1 tokens: the drafts that were accepted, and one more."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     # Log-probabilities of prompt tokens start+1 .. as far as this chunk gives them.
     prompt_logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # requests that this step ended, each with what went wrong
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # guesses of what follows `tokens`, for the next plan
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from minivllm.errors import BadRequest
+from minivllm.structured.params import StructuredParams
 
 MAX_LOGPROBS = 20  # OpenAI's bound on top_logprobs
 MAX_STOP_STRINGS = 64
@@ -31,10 +32,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `seed`: the same seed, prompt and model give the same tokens whatever else is in the batch. None draws one from the
     engine's own generator (`EngineConfig.model.seed`).
 
+    `best_of`: generate so many, return the n with the highest cumulative log-probability, best first (vLLM V0's). They
+    come once, at the end, since which ones they are is not known before.
+
+    `structured`: what the output must look like (structured/params.py). How it meets min_tokens, ignore_eos and
+    stop_token_ids: sampling/grammar_mask.py.
+
     eos_token_ids and bad_words_token_ids are filled in by the engine's front end, which has the tokenizer.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -56,6 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured: StructuredParams | None = None
     eos_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
@@ -72,6 +81,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check(self) -> None:
         _number("n", self.n, low=1, high=128, integer=True)
+        if self.best_of is not None:
+            _number("best_of", self.best_of, low=self.n, high=128, integer=True)
         _number("temperature", self.temperature, low=0.0)
         _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
         _number("top_k", self.top_k, low=-1, high=2**31 - 1, integer=True)
@@ -101,8 +112,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise BadRequest("stop strings need detokenize=True", "stop")
         for token, bias in (self.logit_bias or {}).items():
             _number(f"logit_bias[{token}]", bias, low=-100.0, high=100.0, param="logit_bias")
+        if self.structured is not None and not isinstance(self.structured, StructuredParams):
+            raise BadRequest(f"structured must be StructuredParams(...), got {self.structured!r}", "structured")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise BadRequest("allowed_token_ids must not be empty", "allowed_token_ids")
+
+    @property
+    def num_sequences(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def selects(self) -> bool:
+        """Whether more is generated than returned."""
+        return self.num_sequences > self.n
 
     @property
     def greedy(self) -> bool:
@@ -195,6 +217,7 @@ class Request:
     num_cached_tokens: int = 0  # of these, how many the prefix cache gave at the first admission
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose log-probabilities have been reported
+    drafts: list[int] = field(default_factory=list)  # guesses of what follows token_ids; never part of them
     order: tuple = ()  # service order, unique; the scheduler's policy sets it once
     block_keys: list = field(default_factory=list)  # of each full block; the prefix index fills it
 

@@ -210,7 +210,7 @@ def replay(
 
 def config_of(trace: Trace, overrides: Mapping[str, Any] | None = None) -> EngineConfig:
     """The recorded run's configuration, with a pool in which the recorded block numbers exist."""
-    found_out = {"kv.num_blocks": trace.header["info"].get("num_blocks")}
+    found_out = {"kv.num_blocks": trace.header["info"].get("num_blocks"), "debug.trace": None}
     return EngineConfig.build(overrides={**trace.header["config"], **found_out, **(overrides or {})})
 
 

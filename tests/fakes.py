@@ -7,6 +7,8 @@ FakeWorker is a model whose next token is a hash of all tokens before it, read b
 from __future__ import annotations
 
 import hashlib
+import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,9 +30,10 @@ NUM_HOST_BLOCKS = 12  # few, so that the host is full at times
 COSTS = {"seconds_per_token": 1e-3, "seconds_per_block": 1e-3}  # what is worth moving: more than half a block of 4
 
 
-def next_token(tokens: list[int], positions: list[int] | None = None) -> int:
-    """The fake model. Correct positions are 0, 1, 2 ..."""
+def next_token(tokens: list[int], positions: list[int] | None = None, adapters: Sequence[int] = ()) -> int:
+    """The fake model. Correct positions are 0, 1, 2 ... adapters: by whose weights each token's K and V were made."""
     payload = np.array([tokens, positions or range(len(tokens))], np.int64).tobytes()
+    payload += bytes(adapters) if any(adapters) else b""
     return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little") % VOCAB
 
 
@@ -53,11 +56,11 @@ def beam_oracle(prompt: list[int], params: BeamSearchParams, max_model_len: int 
     return [list(finished.beam.token_ids) for finished in search.finished]
 
 
-def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9) -> list[int]:
+def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9, adapter: str = "") -> list[int]:
     """What the fake model answers to one request alone, with no engine in between."""
     tokens = list(prompt)
     while True:
-        token = next_token(tokens)
+        token = next_token(tokens, adapters=[len(adapter)] * len(tokens))
         tokens.append(token)
         num_output = len(tokens) - len(prompt)
         stopped = num_output >= params.min_tokens and token in (*params.eos_token_ids, *params.stop_token_ids)
@@ -66,15 +69,18 @@ def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9
 
 
 class FakeWorker:
-    def __init__(self, sizes: InputSizes, inputs: str = "persistent", padding: int = 2):
+    def __init__(self, sizes: InputSizes, inputs: str = "persistent", num_drafts: int = 0, max_loras: int = 0):
         self.sizes = sizes
+        self.num_drafts = num_drafts  # proposed after each token; some right, some wrong, some none
         self.inputs = INPUT_BUILDERS.get(inputs)(sizes)
         self.rows = Rows(sizes.max_rows)
         self.reports: set[str] = set()  # who asked for log-probabilities
-        self.padding = padding  # dummy token rows in each batch
+        self.max_loras = max_loras
+        self.padding = 2  # dummy token rows in each batch
         num_slots = (sizes.spare_block + 1) * sizes.block_size
-        self.kv = np.full((2, num_slots), -1, np.int64)  # token id and position of each slot
-        self.host = np.full((2, NUM_HOST_BLOCKS * sizes.block_size), -1, np.int64)
+        self.adapter_of = np.zeros(sizes.max_rows, np.int64)  # row -> adapter, which is the length of its name
+        self.kv = np.full((3, num_slots), -1, np.int64)  # token id, position and adapter of each slot
+        self.host = np.full((3, NUM_HOST_BLOCKS * sizes.block_size), -1, np.int64)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         for req_id in plan.leaves:
@@ -82,7 +88,9 @@ class FakeWorker:
                 self.rows.leave(req_id)
         self.reports -= set(plan.leaves)
         self.reports |= {join.req_id for join in plan.joins if join.params.logprobs is not None}
-        self.inputs.apply(plan, [self.rows.join(join.req_id) for join in plan.joins])
+        rows = [self.rows.join(join.req_id) for join in plan.joins]
+        self.adapter_of[rows] = [len(join.adapter) for join in plan.joins]
+        self.inputs.apply(plan, rows)
         self._move(self.kv, self.host, plan.swap_out)
         self._move(self.kv, self.kv, plan.copies)
         self._move(self.host, self.kv, plan.swap_in)
@@ -90,18 +98,41 @@ class FakeWorker:
             return StepOutput()
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens + self.padding))
         assert len(np.unique(batch.slot_mapping[: batch.num_tokens])) == batch.num_tokens, "two tokens share a slot"
-        self.kv[:, batch.slot_mapping] = batch.token_ids, batch.positions
-        contexts = [self._context(batch, r) for r in batch.sample_requests.tolist()]
-        tokens = [next_token(*context) for context in contexts]
-        for r, at in zip(batch.sample_requests.tolist(), batch.sample_tokens.tolist(), strict=True):
-            assert at == batch.query_start[r + 1] - 1
-        self.inputs.append(batch, np.array(tokens, np.int64))
-        ids = [batch.req_ids[r] for r in batch.sample_requests.tolist()]
-        out = StepOutput({req_id: [token] for req_id, token in zip(ids, tokens, strict=True)})
-        for req_id, context in zip(ids, contexts, strict=True):
-            if req_id in self.reports:
-                out.logprobs[req_id] = [likeliest(*context)]
+        adapters = np.repeat(self.adapter_of[batch.rows], np.diff(batch.query_start))
+        assert len(set(adapters[adapters > 0])) <= self.max_loras, "more adapters in a step than slots"
+        adapters = np.pad(adapters, (0, self.padding))
+        self.kv[:, batch.slot_mapping] = batch.token_ids, batch.positions, adapters
+        out = StepOutput()
+        requests, accepts = [], True
+        samples = zip(
+            batch.sample_requests.tolist(), batch.sample_tokens.tolist(), batch.draft_tokens.tolist(), strict=True
+        )
+        for r, at, draft in samples:
+            num_behind = int(batch.query_start[r + 1]) - 1 - at
+            assert (draft < 0) == (num_behind == 0) and num_behind <= len(plan.drafts.get(batch.req_ids[r], ()))
+            if requests and requests[-1] == r and not accepts:
+                continue  # behind a draft that was refused
+            prefix, positions, adapters = self._prefix(batch, r, int(batch.positions[at]) + 1)
+            token = next_token(prefix, positions, adapters)
+            accepts = token == draft
+            requests.append(r)
+            out.tokens.setdefault(batch.req_ids[r], []).append(token)
+            if batch.req_ids[r] in self.reports:
+                out.logprobs.setdefault(batch.req_ids[r], []).append(likeliest(prefix, positions))
+            if not accepts and self.num_drafts:
+                out.drafts[batch.req_ids[r]] = self._propose([*prefix, token], adapters[0])
+        tokens = [token for r in dict.fromkeys(requests) for token in out.tokens[batch.req_ids[r]]]
+        self.inputs.append(batch, np.array(requests, np.int64), np.array(tokens, np.int64))
         return out
+
+    def _propose(self, tokens: list[int], adapter: int) -> list[int]:
+        """The model's own next tokens, from a place on wrong; also longer than anybody can use."""
+        chosen = random.Random(hash(tuple(tokens)))
+        drafts: list[int] = []
+        for _ in range(chosen.randrange(self.num_drafts + 1)):
+            right = next_token(tokens + drafts, adapters=[adapter] * (len(tokens) + len(drafts)))
+            drafts.append(right if chosen.random() < 0.7 else chosen.randrange(VOCAB))
+        return drafts
 
     def _move(self, source: np.ndarray, target: np.ndarray, moves: list[tuple[int, int]]) -> None:
         size = self.sizes.block_size
@@ -109,13 +140,13 @@ class FakeWorker:
         for (_, b), block in zip(moves, content, strict=True):
             target[:, b * size : (b + 1) * size] = block
 
-    def _context(self, batch, r: int) -> tuple[list[int], list[int]]:
-        """The tokens and positions that request r's newest token attends to, as its block table says."""
+    def _prefix(self, batch, r: int, num_tokens: int) -> tuple[list[int], list[int], list[int]]:
+        """Token ids, positions and adapters of a request as the cache has them."""
         block_size = self.sizes.block_size
-        at = np.arange(batch.seq_lens[r])
+        at = np.arange(num_tokens)
         slots = batch.block_tables[r, at // block_size].astype(np.int64) * block_size + at % block_size
-        tokens, positions = self.kv[:, slots]
-        return tokens.tolist(), positions.tolist()
+        tokens, positions, adapters = self.kv[:, slots]
+        return tokens.tolist(), positions.tolist(), adapters.tolist()
 
 
 class FakeEngine:
@@ -131,19 +162,31 @@ class FakeEngine:
         limits = Limits(
             config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, self.kv.capacity
         )
-        scheduler = build_scheduler(config, self.kv, limits)
+        lookahead = config.spec_decode.k if "draft" in config.spec_decode.method else 0
+        scheduler = build_scheduler(config, self.kv, limits, lookahead)
         self.scheduler = scheduler.base  # to look at; requests go through the core
         sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)
-        self.worker = FakeWorker(sizes, config.runner.inputs)
+        num_drafts = config.spec_decode.k if config.spec_decode.method != "none" else 0
+        max_loras = config.lora.max_loras if config.lora.enabled else 0
+        self.worker = FakeWorker(sizes, config.runner.inputs, num_drafts, max_loras)
         self.now = 0.0
         self.core = EngineCore(scheduler, UniExecutor(lambda: self.worker), clock=lambda: self.now, check=True)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
 
-    def add(self, req_id: str, prompt: list[int], priority: int = 0, cache_salt: str = "", group: str = "", **params):
+    def add(
+        self,
+        req_id: str,
+        prompt: list[int],
+        priority: int = 0,
+        cache_salt: str = "",
+        group: str = "",
+        adapter: str = "",
+        **params,
+    ):
         """The request's SamplingParams."""
         params = SamplingParams(temperature=0.0, eos_token_ids=(EOS,), **params)
-        self.core.add(EngineRequest(req_id, prompt, params, self.now, priority, "", cache_salt, group))
+        self.core.add(EngineRequest(req_id, prompt, params, self.now, priority, adapter, cache_salt, group))
         self.tokens[req_id] = []
         return params
 

@@ -73,6 +73,8 @@ def test_a_wheel_holds_every_module_and_no_top_level_kernels(checkout, tmp_path)
     sources = {p.relative_to(checkout) for p in (checkout / "minivllm").rglob("*.py")}
     sources |= {"minivllm" / p.relative_to(checkout) for p in (checkout / "kernels").rglob("*.py")}
     assert {p.relative_to(installed) for p in installed.rglob("*.py")} == sources
+    cpp = {p.relative_to(checkout) for p in (checkout / "kernels").rglob("*") if p.suffix in (".cpp", ".h")}
+    assert cpp and all((installed / "minivllm" / p).is_file() for p in cpp)
     where, kernels = python(WHERE, tmp_path, BARE, PYTHONPATH=str(installed)).split()
     assert Path(where).is_relative_to(installed) and kernels == "None"
 
@@ -114,7 +116,8 @@ def test_hugging_faces_kernels_package_is_not_hidden_by_the_folder(tmp_path):
 def test_every_module_imports_without_triton_and_a_compiler_and_says_why_they_are_off(tmp_path):
     rows = eval(python(IMPORT_ALL, PATH=str(tmp_path)))
     assert rows["triton"][0] is False and "not installed" in rows["triton"][1]
-    assert rows["cpp"][0] is False and "no C++ compiler" in rows["cpp"][1]
+    for name in ("cpp", "cpu"):
+        assert rows[name][0] is False and "no C++ compiler" in rows[name][1]
 
 
 def test_torch_is_a_range_from_2_11_to_2_13():
@@ -127,7 +130,8 @@ def test_every_import_of_the_package_is_a_declared_dependency():
     import ast
 
     declared = {Requirement(r).name.lower() for r in PYPROJECT["project"]["dependencies"]}
-    optional = {"triton"}
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    optional = {Requirement(r).name.lower() for extra in ("gpu", "structured") for r in extras[extra]}
     found = set()
     for path in [*(ROOT / "minivllm").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -136,6 +140,7 @@ def test_every_import_of_the_package_is_a_declared_dependency():
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module.partition(".")[0])
     foreign = found - set(sys.stdlib_module_names) - {"minivllm"}
+    foreign = {"pyzmq" if name == "zmq" else name for name in foreign}
     assert foreign <= declared | optional, f"add to pyproject.toml: {sorted(foreign - declared - optional)}"
 
 

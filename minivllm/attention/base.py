@@ -36,13 +36,14 @@ class KVSpec:
     num_kv_heads: int
     head_size: int
     block_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # torch.int8: with a float32 scale for each token and head of K and of V
+    beside: int = 0  # bytes a block that another model keeps under the same block ids (a draft model)
 
     @property
     def bytes_per_block(self) -> int:
         """K and V of block_size tokens in all layers."""
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
-        return per_token * self.block_size
+        per_head = self.head_size * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
+        return 2 * self.num_layers * self.num_kv_heads * per_head * self.block_size + self.beside
 
 
 class AttentionBackend(Protocol):
@@ -54,6 +55,7 @@ class AttentionBackend(Protocol):
 
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]]
     block_axis: ClassVar[int]  # which dimension of kv_shape() counts blocks
+    int8_kv: ClassVar[bool]  # whether KVSpec.dtype may be int8; the scales are then part of kv_shape()
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None: ...

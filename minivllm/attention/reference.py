@@ -33,6 +33,7 @@ class _Meta(NamedTuple):
 
 class ReferenceAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    int8_kv: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 
     def __init__(

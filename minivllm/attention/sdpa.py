@@ -4,17 +4,17 @@ Decodes of many requests are one batched matrix product over copied blocks; all 
 one small matrix, so that K and V are never repeated. Prefills run one request at a time, tile by tile. sdpa_plan
 decides what is read, in which groups, under which masks.
 
-What numbers decided (bench/attention.py; SmolLM2's shape in bf16 on 2 cores, 32 decodes of 200 tokens):
-- baddbmm + softmax + bmm takes 0.2 ms where F.scaled_dot_product_attention takes 0.5 ms, and 3 ms without the packing
-  of query heads: the fused kernel multiplies per (request, head), too little work a call. It wins below FUSED_KEYS.
-- A prompt of 1000 tokens takes half as long in products of 128 queries as in the fused kernel, which gains nothing from
-  bf16. In float32 the kernel is as fast or faster, and is used.
-- The gather from memory takes 0.3 ms, more than the arithmetic: 5 MB in rows of one block and head, 2 KB, at half the
-  speed of a plain copy. Rows of 4 KB (kv.block_size=32) take a fifth to a third less.
+What measurements decided (bench/attention.py times a layer; SmolLM2's shape in bf16 on 2 cores, 32 decodes):
+- baddbmm + softmax + bmm beats F.scaled_dot_product_attention, and by far where that gets query heads unpacked: the
+  fused kernel multiplies per (request, head), too little work a call. It wins below FUSED_KEYS.
+- A long prompt is faster in products of 128 queries than in the fused kernel, which gains nothing from bf16. In float32
+  the kernel is as fast or faster, and is used.
+- The gather from memory takes longer than the arithmetic: rows of one block and head are slower to copy than one piece.
+  Larger blocks (kv.block_size=32) make it faster.
 - Cache layout [2 (K, V), kv_heads, num_blocks, block_size, head_size]: head first, so that what is copied is a batch of
   matrices as it lies, and consecutive blocks are a view.
 - Scores round to the cache's dtype, as in transformers' eager attention: on SmolLM2 in bf16 the logits are as far from
-  float32's as with the fused kernel (root mean square 0.130 against 0.136).
+  float32's as with the fused kernel.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class _Meta(NamedTuple):
 
 class SDPAAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    int8_kv: ClassVar[bool] = False
     block_axis: ClassVar[int] = 2
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):

@@ -1,13 +1,13 @@
 """What the layers of a step share: which rows of the cache to read, who is batched with whom, and the masks.
 
 Decodes (one query) are grouped by length and padded to the longest of their group; each group's blocks are copied side
-by side into a workspace that is kept, since fresh memory of 25 MB costs 6 ms of page faults. Prefills (several queries)
-stand alone. Blocks with consecutive ids are one piece of the cache, and nothing is copied.
+by side into a workspace that is kept, since fresh memory costs page faults. Prefills (several queries) stand alone.
+Blocks with consecutive ids are one piece of the cache, and nothing is copied.
 
 Slots that no sequence owns may hold anything, NaN too, and no mask can undo 0 * NaN. So one request alone reads exactly
 its own keys, and what a group copies beyond the end of a request (`holes`) is zeroed before it is multiplied.
 
-Numpy does the index arithmetic: on arrays this small it costs a fifth of torch's calls.
+Numpy does the index arithmetic: on arrays this small it costs less than torch's calls.
 """
 
 from __future__ import annotations

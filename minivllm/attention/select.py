@@ -12,7 +12,11 @@ from minivllm.registry import Registry
 
 # Best first, each with what speaks for it. What is not listed runs only when it is named.
 PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
-    "cpu": (("sdpa", "batched matrix products over gathered blocks"), ("reference", "the slow oracle")),
+    "cpu": (
+        ("cpu", "C++ kernels that read the blocks where they lie"),
+        ("sdpa", "batched matrix products over gathered blocks"),
+        ("reference", "the slow oracle"),
+    ),
     "cuda": (("sdpa", "batched matrix products over gathered blocks"), ("reference", "the slow oracle")),
 }
 
@@ -23,11 +27,18 @@ class Choice(NamedTuple):
 
 
 def choose(
-    name: str, device: torch.device, layers: list[AttentionSpec], registry: Registry[AttentionBackend]
+    name: str,
+    device: torch.device,
+    layers: list[AttentionSpec],
+    registry: Registry[AttentionBackend],
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[type[AttentionBackend], Choice]:
-    """The backend called `name`, or the best one for "auto". Raises ConfigError if it cannot run on `device`."""
+    """The backend called `name`, or the best one for "auto". Raises ConfigError if it cannot run on `device`.
+
+    kv_dtype: of the cache; None or any floating-point dtype suits every backend.
+    """
     if name != "auto":
-        backend, obstacle = _look(name, device, registry)
+        backend, obstacle = _look(name, device, registry, kv_dtype)
         if backend is None:
             raise ConfigError(f"runner.attention={name} cannot run here: {obstacle}. Use runner.attention=auto.")
         return backend, Choice(name, "asked for")
@@ -35,20 +46,27 @@ def choose(
     for candidate, merit in PREFERENCES.get(device.type, ()):
         if candidate not in registry.names():
             continue
-        backend, obstacle = _look(candidate, device, registry)
+        backend, obstacle = _look(candidate, device, registry, kv_dtype)
         if backend is not None:
-            return backend, Choice(candidate, _reason(merit, layers, passed_over, _slower(candidate, device, registry)))
+            if candidate == "sdpa" and any(layer.soft_cap is not None for layer in layers):
+                merit = f"{merit}; soft-capped scores in plain torch, without a fused kernel"
+            return backend, Choice(candidate, _reason(merit, passed_over, _slower(candidate, device, registry)))
         passed_over.append(f"{candidate} off: {obstacle}")
     why = "; ".join(passed_over) or f"none is made for {device.type}"
-    raise ConfigError(f"no attention backend can run on {device}: {why}. Choose another model.device.")
+    way_out = "kv.dtype=auto" if kv_dtype == torch.int8 else "another model.device"
+    raise ConfigError(f"no attention backend can run on {device}: {why}. Choose {way_out}.")
 
 
-def _look(name: str, device: torch.device, registry: Registry) -> tuple[type[AttentionBackend] | None, str | None]:
+def _look(
+    name: str, device: torch.device, registry: Registry, kv_dtype: torch.dtype | None
+) -> tuple[type[AttentionBackend] | None, str | None]:
     """The backend, or None and what stands in its way."""
     try:
         backend = registry.get(name)
     except ImportError as e:
         return None, f"{e} (install what is missing)"
+    if kv_dtype == torch.int8 and not backend.int8_kv:
+        return None, "it cannot read a KV cache in int8"
     obstacle = backend.unavailable(device)
     return (None, obstacle) if obstacle else (backend, None)
 
@@ -58,10 +76,8 @@ def _slower(chosen: str, device: torch.device, registry: Registry) -> list[str]:
     return names[names.index(chosen) + 1 :]
 
 
-def _reason(merit: str, layers: list[AttentionSpec], passed_over: list[str], slower: list[str]) -> str:
+def _reason(merit: str, passed_over: list[str], slower: list[str]) -> str:
     parts = [merit]
-    if any(layer.soft_cap is not None for layer in layers):
-        parts.append("soft-capped scores in plain torch, without a fused kernel")
     if slower:
         parts.append(f"preferred to {', '.join(slower)}")
     return "; ".join(parts + passed_over)

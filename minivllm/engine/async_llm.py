@@ -1,40 +1,58 @@
-"""AsyncLLM: the engine behind a server. One thread steps the core; the event loop tokenises and detokenises.
+"""AsyncLLM: the engine behind a server. The core steps in a thread or a process of its own (engine/link.py); the event
+loop tokenises and detokenises.
 
-    event loop                                     step thread
-    generate() -- EngineRequest --> inbox  ------> core.add / core.abort
-               <-- RequestOutput -- _deliver <---- deltas of each step
+    event loop                                        core
+    generate() -- EngineRequest --> link.send  -----> core.add / core.abort
+               <-- RequestOutput -- _deliver <------- deltas of each step
 
-Only the step thread touches the core and only the event loop touches the front end, so neither needs a lock.
+Only the event loop touches the front end and only the core's thread the core, so neither needs a lock. Grammars of
+structured output are compiled in threads of their own: their compiler has its locks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import queue
-import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Protocol
 
-from minivllm.engine.frontend import EngineHandle, OutputKind, Prompt
+import msgspec
+
+from minivllm.engine.core import EngineStats
+from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
+from minivllm.engine.messages import Abort, Add, Call, Message, Refused, Report, Returned
 from minivllm.engine.output import RequestOutput
 from minivllm.errors import BadRequest, EngineDead
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams
 
-logger = logging.getLogger("minivllm")
+
+class Watcher(Protocol):
+    """Sees what goes in and what each step did: metrics, the live page."""
+
+    def on_add(self, req: EngineRequest) -> None:
+        """In the event loop."""
+
+    def on_abort(self, req_ids: list[str]) -> None:
+        """In the event loop. They may have ended already."""
+
+    def on_report(self, report: Report) -> None:
+        """In the thread that brings the core's messages."""
 
 
 class AsyncLLM(EngineHandle):
     """Streams. Arguments: see EngineHandle. Use one event loop at a time; close with `await shutdown()`."""
 
     def _start(self) -> None:
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.stats = EngineStats()
+        self.watchers: list[Watcher] = []
+        self._calls: dict[int, asyncio.Future] = {}
+        self._num_calls = 0
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="minivllm-step", daemon=True)
-        self._thread.start()
+        self._link.start(self._receive)
 
     # --- the event loop's side
 
@@ -47,6 +65,7 @@ class AsyncLLM(EngineHandle):
         priority: int = 0,
         cache_salt: str = "",
         output_kind: OutputKind = "cumulative",
+        lora_request: Asked = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come; the last one has finished=True. Leaving the iterator early aborts the request.
 
@@ -54,16 +73,21 @@ class AsyncLLM(EngineHandle):
         come all at once, at the end.
         Raises BadRequest before the first item, EngineDead if the step loop has ended.
         """
+        if isinstance(params, SamplingParams) and params.structured is not None:
+            await asyncio.to_thread(self._front.compile, params)
         if request_id in self._streams:
             raise BadRequest(f'request id "{request_id}" is in use', "request_id")
         self._loop = asyncio.get_running_loop()
         self._check_alive()
-        requests = self._front.requests(prompt, params, request_id, output_kind, priority, cache_salt)
+        adapter = await self._adapter(lora_request)
+        requests = self._front.requests(prompt, params, request_id, output_kind, priority, cache_salt, adapter)
         stream = self._streams[request_id] = asyncio.Queue()
         finished = False
         try:
             for request in requests:
-                self._inbox.put(lambda request=request: self._add(request, request_id))
+                for watcher in self.watchers:
+                    watcher.on_add(request)
+                self._link.send(Add(request))
             while not finished:
                 output = await stream.get()
                 if isinstance(output, Exception):
@@ -84,75 +108,103 @@ class AsyncLLM(EngineHandle):
             if output is not None:
                 stream.put_nowait(output)
 
+    async def load_lora(self, name: str, path: str) -> Adapter:
+        """Load an adapter (PEFT's folder) between two steps, to be named by requests. Raises AdapterError."""
+        loaded = await self._call("load_lora", name, path)
+        self._know_loras(await self._call("list_loras"))
+        return msgspec.convert(loaded, Adapter)
+
+    async def unload_lora(self, name: str) -> None:
+        """New requests cannot name it from now on; those that live keep it. Raises UnknownAdapter."""
+        await self._call("unload_lora", name)
+        self._know_loras(await self._call("list_loras"))
+
     @property
     def is_running(self) -> bool:
-        return self._dead is None and self._thread.is_alive()
+        return self._dead is None and self._link.is_running
 
     async def shutdown(self) -> None:
-        """End the step thread; streams still open raise EngineDead. Returns once the thread has ended."""
+        """End the engine core; streams still open raise EngineDead. Returns once it has ended."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """shutdown() for callers without an event loop."""
-        if self._thread.is_alive():
-            self._inbox.put(None)
-            self._thread.join()
+        self._link.close()
+
+    async def _adapter(self, asked: Asked) -> str:
+        """The name of a request's adapter, "" for none; a LoRARequest's is loaded if it is not."""
+        if not isinstance(asked, LoRARequest):
+            return self._loaded(asked)
+        name = await self._call("ensure_lora", asked)
+        self._know_loras(await self._call("list_loras"))
+        return name
+
+    async def _call(self, name: str, *args: Any) -> Any:
+        """One of the engine's `calls`, made between two steps; its result as plain data."""
+        self._loop = asyncio.get_running_loop()
+        self._check_alive()
+        self._num_calls += 1
+        answer = self._calls[self._num_calls] = self._loop.create_future()
+        self._link.send(Call(self._num_calls, name, [msgspec.to_builtins(arg) for arg in args]))
+        return await answer
 
     def _check_alive(self) -> None:
         if not self.is_running:
             raise EngineDead("the engine has stopped") from self._dead
 
     def _abort(self, request_id: str) -> None:
-        children = self._front.processor.abort(request_id)
-        self._inbox.put(lambda: self._core.abort(children))
+        self._abort_in_core(self._front.processor.abort(request_id))
+
+    def _abort_in_core(self, req_ids: list[str]) -> None:
+        self._link.send(Abort(req_ids))
+        for watcher in self.watchers:
+            watcher.on_abort(req_ids)
 
     def _deliver(self, deltas: list[Delta]) -> None:
         outputs, aborts = self._front.process(deltas)
         if aborts:
-            self._inbox.put(lambda: self._core.abort(aborts))
+            self._abort_in_core(aborts)
         for output in outputs:
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put_nowait(output)
 
-    def _refuse(self, request_id: str, error: Exception) -> None:
-        if (stream := self._streams.get(request_id)) is not None:
+    def _refuse(self, req_id: str, error: Exception) -> None:
+        request_id = self._front.processor.parent_of(req_id)
+        if request_id is not None and (stream := self._streams.get(request_id)) is not None:
             stream.put_nowait(error)
 
     def _fail_all(self, error: Exception) -> None:
         for stream in self._streams.values():
             stream.put_nowait(error)
+        for call_id in list(self._calls):
+            self._settle(call_id, None, error)
 
-    # --- the step thread's side
+    def _settle(self, call_id: int, value: Any, error: Exception | None) -> None:
+        answer = self._calls.pop(call_id)
+        if answer.done():  # whoever asked has gone
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
 
-    def _run(self) -> None:
-        try:
-            while self._take_commands():
-                if not self._core.is_settled and (deltas := self._core.step()):
-                    self._post(self._deliver, deltas)
-            error: Exception = EngineDead("the engine was shut down")
-        except Exception as failure:
-            logger.exception("the step loop has died")
-            error = EngineDead(f"the step loop has died: {type(failure).__name__}: {failure}")
-        self._dead = error
-        self._post(self._fail_all, error)
-        self._core.shutdown()
+    # --- the link's side
 
-    def _take_commands(self) -> bool:
-        """Carry out what has arrived, waiting if there is nothing else to do. False: shut down."""
-        while True:
-            try:
-                command = self._inbox.get(block=self._core.is_settled)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-
-    def _add(self, request: EngineRequest, request_id: str) -> None:
-        try:
-            self._core.add(request)
-        except BadRequest as error:  # the front end checks the same bounds; this is for what it cannot know
-            self._post(self._refuse, request_id, error)
+    def _receive(self, message: Message) -> None:
+        if isinstance(message, Report):
+            self.stats.take(message.stats)
+            for watcher in self.watchers:
+                watcher.on_report(message)
+            if message.deltas:
+                self._post(self._deliver, message.deltas)
+        elif isinstance(message, Refused):
+            self._post(self._refuse, message.req_id, message.error.exception())
+        elif isinstance(message, Returned):
+            error = None if message.error is None else message.error.exception()
+            self._post(self._settle, message.id, message.value, error)
+        else:
+            self._dead = message.error.exception()
+            self._post(self._fail_all, self._dead)
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -5,21 +5,31 @@ Everything below receives built objects, so that "which part is it?" is answered
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm import features
+import msgspec
+
+from minivllm import features, waiting
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
+from minivllm.engine.vocabulary import load_vocabulary
 from minivllm.errors import ConfigError
 from minivllm.kv.base import KVManager
 from minivllm.kv.contiguous import ContiguousKVManager, Reservation, reserve_max, reserve_oracle, reserve_pow2
 from minivllm.kv.manager import PagedKVManager
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.scheduling import AdapterLimit, AdapterUse
+from minivllm.lora.table import AdapterTable, NoAdapters
 from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits
 from minivllm.scheduler.beam import BeamScheduler
 from minivllm.scheduler.inject import Injector
+from minivllm.structured.compiler import GrammarCompiler, is_installed, shared_compiler
+from minivllm.trace import TraceRecorder
 
 if TYPE_CHECKING:
     from minivllm.runner.worker import Worker
@@ -36,6 +46,17 @@ class Engine:
     model_name: str
     tokenizer_dir: Any  # pathlib.Path
     info: dict[str, Any]
+    adapters: AdapterTable | NoAdapters
+
+    @property
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """What a front end may ask for by name, between two steps (engine/messages.py: Call)."""
+        return {
+            "load_lora": self.adapters.load,
+            "unload_lora": self.adapters.unload,
+            "ensure_lora": lambda asked: self.adapters.ensure(msgspec.convert(asked, LoRARequest)),
+            "list_loras": lambda: list(self.adapters.loaded.values()),
+        }
 
     @property
     def executor(self):
@@ -44,7 +65,7 @@ class Engine:
 
 def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
     """Load the model, size the KV pool, wire the parts. Raises UserError for what the caller can mend."""
-    executor = features.EXECUTORS.get(config.executor.kind)(lambda: build_worker(config))
+    executor = features.EXECUTORS.get(config.executor.kind)(partial(build_worker, config))
     facts = executor.call("facts")[0]
     costs = executor.call("measure_costs")[0] if config.kv.preemption == "auto" else None
     kv = build_kv(config, facts.num_blocks, facts.max_model_len, facts.num_host_blocks, costs)
@@ -55,11 +76,28 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         max_model_len=max_model_len,
         kv_capacity=kv.capacity,
     )
-    scheduler = build_scheduler(config, kv, limits)
+    scheduler = build_scheduler(config, kv, limits, facts.lookahead)
+    if config.debug.trace is not None:
+        observers = [*observers, TraceRecorder(config.debug.trace)]
+    adapters: AdapterTable | NoAdapters = NoAdapters()
+    if config.lora.enabled:
+        adapters = AdapterTable(executor.call, config.lora.max_cpu_loras)
+        scheduler = AdapterUse(scheduler, adapters)
+        for name, path in config.lora.adapters.items():
+            adapters.load(name, path)
     core = EngineCore(scheduler, executor, observers, check=config.debug.check)
     for observer in observers:
         observer.on_start(config.flat(), facts.info)
-    return Engine(config, core, facts.decisions, facts.max_model_len, facts.model_name, facts.tokenizer_dir, facts.info)
+    return Engine(
+        config=config,
+        core=core,
+        decisions=facts.decisions,
+        max_model_len=facts.max_model_len,
+        model_name=facts.model_name,
+        tokenizer_dir=facts.tokenizer_dir,
+        info=facts.info,
+        adapters=adapters,
+    )
 
 
 def _fit_length(config: EngineConfig, max_model_len: int, kv: KVManager, decisions: list[Decision]) -> int:
@@ -128,20 +166,49 @@ def build_oracle(config: EngineConfig, sizes: KVSizes) -> ContiguousKVManager:
 def build_admission(config: EngineConfig, limits: Limits) -> Admission:
     options = {"block_size": config.kv.block_size, "max_model_len": limits.max_model_len}
     wanted = {"peak": options}.get(config.scheduler.admission, {})
-    return features.ADMISSIONS.get(config.scheduler.admission)(**wanted)
+    admission = features.ADMISSIONS.get(config.scheduler.admission)(**wanted)
+    return AdapterLimit(admission, config.lora.max_loras) if config.lora.enabled else admission
 
 
-def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits) -> BeamScheduler:
+def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits, lookahead: int = 0) -> BeamScheduler:
     policy = features.POLICIES.get(config.scheduler.policy)()
     kind = features.SCHEDULERS.get(config.scheduler.kind)
-    base = kind(kv, limits, policy, config.scheduler.chunked_prefill, build_admission(config, limits))
+    admission = build_admission(config, limits)
+    base = kind(kv, limits, policy, config.scheduler.chunked_prefill, admission, lookahead)
     if config.debug.preempt_every or config.debug.evict_all:
         return BeamScheduler(Injector(base, kv, config.debug.preempt_every, config.debug.evict_all), base)
     return BeamScheduler(base, base)
 
 
-def build_worker(config: EngineConfig) -> Worker:
-    """The data plane of one device, in whichever process it shall live."""
-    from minivllm.runner.worker import Worker
+def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Worker:
+    """The data plane of one device, in whichever process it shall live. kind: an executor's own sort of worker."""
+    settled = waiting.settle()  # before torch
+    from minivllm.runner.worker import Parts, Worker
 
-    return Worker(config, features.ATTENTION, features.FORWARDS, features.INPUT_BUILDERS)
+    parts = Parts(
+        attention=features.ATTENTION,
+        forwards=features.FORWARDS,
+        inputs=features.INPUT_BUILDERS,
+        make_grammars=partial(build_grammars, config),
+        make_proposer=features.PROPOSERS.get(config.spec_decode.method),
+        make_acceptance=features.ACCEPTANCES.get(config.spec_decode.acceptance),
+    )
+    worker = (kind or Worker)(config, parts)
+    if worker.device.type == "cpu":
+        worker.decisions.append(settled)
+    return worker
+
+
+def build_grammars(config: EngineConfig, tokenizer_dir: Path, vocab_size: int) -> GrammarCompiler:
+    """The compiler of structured output; equal arguments give the same one while it lives. Loads nothing yet.
+
+    Raises ConfigError for a backend that is asked for and not installed.
+    """
+    asked = config.structured.backend
+    names = features.GRAMMARS.names() if asked == "auto" else (asked,)
+    backends = [(name, backend) for name in names if is_installed(backend := features.GRAMMARS.get(name))]
+    if not backends:
+        raise ConfigError(f'structured.backend={asked} is not installed: pip install "minivllm[structured]"')
+    load = partial(load_vocabulary, tokenizer_dir, vocab_size)
+    key = (tuple(name for name, _ in backends), str(tokenizer_dir), vocab_size)
+    return shared_compiler(key, lambda: GrammarCompiler(load, backends))

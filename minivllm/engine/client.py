@@ -1,16 +1,23 @@
-"""The client seam: how a front end (LLM, AsyncLLM, server) reaches an engine core."""
+"""The client seam: how an offline front end (LLM) drives an engine core, step by step or from afar."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from minivllm.engine.core import EngineCore
+import msgspec
+
+from minivllm.engine.core import EngineCore, EngineStats
+from minivllm.engine.link import Link
+from minivllm.engine.messages import Abort, Add, Call, Message, Report, Returned
 from minivllm.plan import Delta
 from minivllm.request import EngineRequest
 
 
 class EngineClient(Protocol):
+    stats: EngineStats
+
     def add(self, req: EngineRequest) -> None: ...
 
     def abort(self, req_ids: Sequence[str]) -> None: ...
@@ -19,12 +26,20 @@ class EngineClient(Protocol):
         """What has changed; [] if nothing did within timeout seconds (None: as long as it takes)."""
         ...
 
+    def call(self, name: str, *args: Any) -> Any:
+        """One of the engine's `calls`; its result as plain data."""
+        ...
+
+    def close(self) -> None: ...
+
 
 class InprocClient:
     """The core in this process and thread: polling it is what makes it step."""
 
-    def __init__(self, core: EngineCore):
+    def __init__(self, core: EngineCore, calls: Mapping[str, Callable[..., Any]]):
         self.core = core
+        self.calls = calls
+        self.stats = core.stats
 
     def add(self, req: EngineRequest) -> None:
         self.core.add(req)
@@ -39,3 +54,54 @@ class InprocClient:
             if timeout is not None:
                 break
         return []
+
+    def call(self, name: str, *args: Any) -> Any:
+        return msgspec.to_builtins(self.calls[name](*args))
+
+    def close(self) -> None:
+        self.core.shutdown()
+
+
+class LinkClient:
+    """The core elsewhere: it steps by itself, and polling only takes what it has sent."""
+
+    def __init__(self, link: Link):
+        self.stats = EngineStats()
+        self._link = link
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._num_calls = 0
+        link.start(self._messages.put)
+
+    def add(self, req: EngineRequest) -> None:
+        self._link.send(Add(req))
+
+    def abort(self, req_ids: Sequence[str]) -> None:
+        self._link.send(Abort(list(req_ids)))
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Only while no request runs: what else arrives meanwhile is dropped."""
+        self._num_calls += 1
+        self._link.send(Call(self._num_calls, name, [msgspec.to_builtins(arg) for arg in args]))
+        while True:
+            message = self._messages.get()
+            if isinstance(message, Returned) and message.error is None:
+                return message.value
+            if not isinstance(message, Report):
+                raise message.error.exception()
+            self.stats.take(message.stats)
+
+    def poll(self, timeout: float | None = None) -> list[Delta]:
+        """Raises what the core refused a request with, and EngineDead once it has ended."""
+        while True:
+            try:
+                message = self._messages.get(timeout=timeout)
+            except queue.Empty:
+                return []
+            if not isinstance(message, Report):
+                raise message.error.exception()
+            self.stats.take(message.stats)
+            if message.deltas:
+                return message.deltas
+
+    def close(self) -> None:
+        self._link.close()

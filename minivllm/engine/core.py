@@ -44,18 +44,25 @@ class EngineStats:
     prefix_hits: int = 0
     prompt_tokens: int = 0  # of all requests taken
     generation_tokens: int = 0
+    num_drafted: int = 0  # tokens proposed by speculative decoding and computed
+    num_accepted: int = 0  # of these, how many became output
 
     @property
     def kv_usage(self) -> float:
         """The fraction of blocks that live requests name."""
         return 1 - self.num_free_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
 
+    def take(self, other: EngineStats) -> None:
+        """Become a copy of it. Whoever holds this object reads on."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(other, name))
+
     def on_step(self, plan: StepPlan, deltas: list[Delta]) -> None:
         stats = plan.stats
         self.num_steps += 1
         for name in ("num_running", "num_waiting", "num_total_blocks", "num_free_blocks", "num_cached_blocks"):
             setattr(self, name, getattr(stats, name))
-        for name in ("num_preempted", "prefix_queries", "prefix_hits"):
+        for name in ("num_preempted", "prefix_queries", "prefix_hits", "num_drafted", "num_accepted"):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
         self.generation_tokens += sum(len(delta.token_ids) for delta in deltas)
 

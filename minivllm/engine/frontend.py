@@ -8,21 +8,29 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from minivllm.config import Decision, EngineConfig, from_vllm_names
-from minivllm.engine.build import Engine, build
-from minivllm.engine.core import EngineStats, Observer
+from minivllm.engine.build import build, build_grammars
+from minivllm.engine.core import Observer
+from minivllm.engine.link import Link, ProcessLink, ThreadLink
+from minivllm.engine.messages import Facts
 from minivllm.engine.output import OutputProcessor, RequestOutput
 from minivllm.engine.prepare import children, prepare
 from minivllm.engine.tokenizer import TextTokenizer
-from minivllm.errors import BadRequest
+from minivllm.errors import BadRequest, ConfigError
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.table import Adapter, find, lora_is_off
 from minivllm.plan import Delta
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
 OutputKind = Literal["cumulative", "delta", "final"]
 Messages = Sequence[Mapping[str, Any]]
+Asked = LoRARequest | str | None  # an adapter: to be loaded if need be, or the name of one that is loaded
 
 
 def make_config(
@@ -34,7 +42,7 @@ def make_config(
 
 
 class EngineHandle:
-    """A model and its engine in this process: the ground of LLM and AsyncLLM.
+    """A model and its engine: the ground of LLM and AsyncLLM.
 
     model: an alias, a folder, a .gguf file, dummy:<shape> or a Hub id; the default needs no account and no GPU.
     preset and overrides={"kv.prefix": "none"} set any option; vLLM's keywords (max_model_len, max_num_seqs,
@@ -50,32 +58,53 @@ class EngineHandle:
         observers: Sequence[Observer] = (),
         **vllm_names: Any,
     ):
-        engine = build(make_config(model, preset, overrides, vllm_names), observers)
-        self.config = engine.config
-        self.decisions: list[Decision] = engine.decisions
-        self.max_model_len = engine.max_model_len
-        self.model_name = engine.model_name
-        self.info = engine.info
-        self._core = engine.core
-        self._front = FrontEnd(engine)
+        self._link = _connect(make_config(model, preset, overrides, vllm_names), observers)
+        self._core = self._link.core if isinstance(self._link, ThreadLink) else None
+        facts = self._link.facts
+        self.config = facts.config
+        self.decisions: list[Decision] = facts.decisions
+        self.max_model_len = facts.max_model_len
+        self.model_name = facts.model_name
+        self.info = facts.info
+        self._loras = {adapter.name: adapter for adapter in facts.adapters}
+        self._front = FrontEnd(facts)
         self.tokenizer = self._front.tokenizer
         self._start()
 
     def _start(self) -> None:
         """What a subclass needs beside the engine."""
 
-    @property
-    def stats(self) -> EngineStats:
-        return self._core.stats
+    def list_loras(self) -> list[Adapter]:
+        """The LoRA adapters that requests may name, oldest first."""
+        return list(self._loras.values())
+
+    def _know_loras(self, listed: list[dict[str, Any]]) -> None:
+        """listed: what the engine's call "list_loras" gave."""
+        self._loras = {adapter.name: adapter for adapter in msgspec.convert(listed, list[Adapter])}
+
+    def _loaded(self, name: str | None) -> str:
+        """The name of a loaded adapter, "" for none. Raises UnknownAdapter."""
+        if name and not self.config.lora.enabled:
+            raise lora_is_off()
+        return find(self._loras, name).name if name else ""
+
+
+def _connect(config: EngineConfig, observers: Sequence[Observer]) -> Link:
+    if config.engine.core == "inproc":
+        return ThreadLink(build(config, observers))
+    if observers:
+        raise ConfigError("observers watch a core in this process: engine.core=inproc (for a trace: debug.trace=FILE)")
+    return ProcessLink(config)
 
 
 class FrontEnd:
-    def __init__(self, engine: Engine):
-        self.max_model_len = engine.max_model_len
-        self.tokenizer = TextTokenizer.load(engine.tokenizer_dir)
+    def __init__(self, facts: Facts):
+        self.max_model_len = facts.max_model_len
+        self.tokenizer = TextTokenizer.load(Path(facts.tokenizer_dir))
         self.processor = OutputProcessor(self.tokenizer)
-        self._vocab_size = engine.info["vocab_size"]
-        self._rng = random.Random(engine.config.model.seed)
+        self._vocab_size = facts.info["vocab_size"]
+        self._grammars = build_grammars(facts.config, Path(facts.tokenizer_dir), self._vocab_size)
+        self._rng = random.Random(facts.config.model.seed)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text if it was given, token ids). Raises BadRequest for anything that is no prompt."""
@@ -105,26 +134,40 @@ class FrontEnd:
         kind: OutputKind,
         priority: int = 0,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> list[EngineRequest]:
         """The engine requests of one prompt: one for each of n samples, or one that searches with beams. Their outputs
-        are expected from now on."""
+        are expected from now on.
+
+        adapter: the name of a LoRA adapter; the engine core refuses one that is not loaded when the request arrives.
+        """
         text, token_ids = self.tokenize(prompt)
         beam = params if isinstance(params, BeamSearchParams) else None
         resolved = self.prepare(beam.step if beam else params, token_ids)
         each = [resolved] if beam else children(resolved)
-        num_outputs = beam.beam_width if beam else resolved.n
+        num_outputs = beam.beam_width if beam else resolved.num_sequences
         ids = sequence_ids(request_id, num_outputs)
         group = request_id if num_outputs > 1 else ""
+        if beam is None:
+            self.compile(params)
         now = time.monotonic()
         self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
         return [
-            EngineRequest(req_id, token_ids, child, now, priority, "", cache_salt, group, beam)
+            EngineRequest(req_id, token_ids, child, now, priority, adapter, cache_salt, group, beam)
             for req_id, child in zip(ids, each, strict=False)
         ]
 
     def prepare(self, params: SamplingParams, token_ids: list[int]) -> SamplingParams:
         """Check the parameters against prompt, model and tokenizer, and decide what was left open."""
         return prepare(params, token_ids, self.tokenizer, self.max_model_len, self._rng, self._vocab_size)
+
+    def compile(self, params: SamplingParams) -> None:
+        """Have the request's grammar ready before the engine core sees it. Slow for a new one: see AsyncLLM.
+
+        Raises BadRequest, naming the field, for one that is wrong or cannot be held to.
+        """
+        if params.structured is not None:
+            self._grammars.compile(params.structured)
 
     def process(self, deltas: list[Delta]) -> tuple[list[RequestOutput], list[str]]:
         """Outputs for the clients, and the ids that the engine core shall abort (a stop string was found)."""

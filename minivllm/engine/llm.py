@@ -6,11 +6,16 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from minivllm.engine.client import InprocClient
-from minivllm.engine.frontend import EngineHandle, Messages, Prompt
+import msgspec
+
+from minivllm.engine.client import EngineClient, InprocClient, LinkClient
+from minivllm.engine.frontend import Asked, EngineHandle, Messages, Prompt
+from minivllm.engine.link import ThreadLink
 from minivllm.engine.output import RequestOutput
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
+from minivllm.lora.request import LoRARequest
+from minivllm.lora.table import Adapter
 from minivllm.request import BeamSearchParams, SamplingParams
 
 Params = SamplingParams | BeamSearchParams
@@ -20,7 +25,10 @@ class LLM(EngineHandle):
     """Offline batches: a call returns when all of its prompts are done. Arguments: see EngineHandle."""
 
     def _start(self) -> None:
-        self._client = InprocClient(self._core)
+        link = self._link
+        is_here = isinstance(link, ThreadLink)
+        self._client: EngineClient = InprocClient(link.core, link.calls) if is_here else LinkClient(link)
+        self.stats = self._client.stats
         self._ids = count()
 
     def generate(
@@ -30,19 +38,22 @@ class LLM(EngineHandle):
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: Asked | Sequence[Asked] = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts. Greedy, sampled and beam requests may be mixed.
 
+        lora_request: the adapter of all prompts or of each, as a LoRARequest (loaded if it is not) or a loaded name.
         Raises BadRequest before anything runs if one prompt or its parameters cannot be served.
         """
         prompts = _as_list(prompts)
         each = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
         priorities = _one_each("priority", priority or 0, len(prompts))
+        adapters = [self._adapter(asked) for asked in _one_each("lora_request", lora_request, len(prompts))]
         ids: list[str] = []
         try:
-            for prompt, params, prio in zip(prompts, each, priorities, strict=True):
+            for prompt, params, prio, adapter in zip(prompts, each, priorities, adapters, strict=True):
                 ids.append(str(next(self._ids)))
-                for request in self._front.requests(prompt, params, ids[-1], "final", prio):
+                for request in self._front.requests(prompt, params, ids[-1], "final", prio, adapter=adapter):
                     self._client.add(request)
             outputs = self._run(len(prompts), use_tqdm)
         except BaseException:  # an error, or Ctrl-C: leave nothing running behind
@@ -58,36 +69,67 @@ class LLM(EngineHandle):
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: Asked | Sequence[Asked] = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, through the model's chat template."""
+        """Answer a conversation, or each of several, through the model's chat template.
+
+        tools: what the model is told that it may call, as in OpenAI's requests. Its calls are in the text, as the model
+        writes them.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             self._front.chat_prompt(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 **(chat_template_kwargs or {}),
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+        lora_request: Asked = None,
     ) -> list[RequestOutput]:
         """The beam_width best completions of each prompt, best first (scheduler/beam_search.py has the rules).
 
         cumulative_logprob is the sum that a completion was scored by. Raises BadRequest as generate() does.
         """
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def load_lora(self, name: str, path: str) -> Adapter:
+        """Load an adapter (PEFT's folder) to be named by requests. Raises AdapterError."""
+        loaded = self._client.call("load_lora", name, path)
+        self._know_loras(self._client.call("list_loras"))
+        return msgspec.convert(loaded, Adapter)
+
+    def unload_lora(self, name: str) -> None:
+        """Raises UnknownAdapter."""
+        self._client.call("unload_lora", name)
+        self._know_loras(self._client.call("list_loras"))
+
+    def _adapter(self, asked: Asked) -> str:
+        """The name of a request's adapter, "" for none; a LoRARequest's is loaded if it is not."""
+        if not isinstance(asked, LoRARequest):
+            return self._loaded(asked)
+        name = self._client.call("ensure_lora", asked)
+        self._know_loras(self._client.call("list_loras"))
+        return name
 
     def get_tokenizer(self) -> TextTokenizer:
         return self.tokenizer
 
     def shutdown(self) -> None:
         """Free the model and the cache, close traces. The object cannot be used afterwards."""
-        self._core.shutdown()
+        self._client.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -125,7 +167,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _one_each(name: str, values: Any, n: int) -> list:
-    if not isinstance(values, Sequence):
+    if isinstance(values, str) or not isinstance(values, Sequence):
         return [values] * n
     if len(values) != n:
         raise BadRequest(f"{n} prompts, but {len(values)} of {name}", name)

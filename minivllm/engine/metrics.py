@@ -1,9 +1,9 @@
 """What Prometheus reads: vLLM's metric names under the prefix "minivllm:".
 
 Three sources. Gauges and totals are read from `EngineStats` when somebody scrapes. What happens between two tokens
-(ITL, queue time, tokens a step) is seen by `on_step`, as an observer of the engine core, in its thread. What a whole
-request took (TTFT, TPOT, end to end, finish reason) is told by the front end, which alone knows of stop strings and of
-clients that left.
+(ITL, queue time, tokens a step) is told by the engine's reports, one a step, in the thread that brings them. What a
+whole request took (TTFT, TPOT, end to end, finish reason) is told by the front end, which alone knows of stop strings
+and of clients that left.
 
 A histogram here takes a weight: all requests of a step share an interval, so 256 of them cost one update. Each has a
 single writer thread, so none needs a lock; a scrape may miss the newest sample.
@@ -14,17 +14,18 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from minivllm.plan import Delta, StepOutput, StepPlan
+from minivllm.plan import Delta
 from minivllm.request import EngineRequest
 
 if TYPE_CHECKING:
     from minivllm.engine.core import EngineStats
+    from minivllm.engine.messages import Report
     from minivllm.engine.output import RequestMetrics
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -56,7 +57,7 @@ class Histogram:
 
 
 class Metrics:
-    """An `Observer` of the engine core, and a collector of a registry of its own."""
+    """A watcher of an AsyncLLM, and a collector of a registry of its own."""
 
     def __init__(self, model_name: str = "", clock: Callable[[], float] = time.monotonic):
         self.stats: EngineStats | None = None  # set once there is an engine
@@ -80,26 +81,24 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
-    # -- the engine core's thread
+    # -- a watcher of the engine (AsyncLLM)
 
-    def on_start(self, config: dict[str, Any], info: dict[str, Any]) -> None:
-        pass
-
-    def on_add(self, req: EngineRequest, step: int) -> None:
+    def on_add(self, req: EngineRequest) -> None:
         self._queued[req.id] = self.clock()
 
-    def on_abort(self, req_id: str) -> None:
-        self._queued.pop(req_id, None)
-        self._last_token.pop(req_id, None)
+    def on_abort(self, req_ids: Iterable[str]) -> None:
+        for req_id in req_ids:
+            self._queued.pop(req_id, None)
+            self._last_token.pop(req_id, None)
 
-    def on_step(self, plan: StepPlan, out: StepOutput, deltas: list[Delta], times: dict[str, float]) -> None:
+    def on_report(self, report: Report) -> None:
         now = self.clock()
-        begin = now - sum(times.values()) / 1e3
-        self.step_tokens.observe(plan.total_tokens)
-        for join in plan.joins:
-            if (queued := self._queued.pop(join.req_id, None)) is not None:
+        begin = now - sum(report.times_ms.values()) / 1e3
+        self.step_tokens.observe(report.total_tokens)
+        for req_id in report.joined:
+            if (queued := self._queued.pop(req_id, None)) is not None:
                 self.queue.observe(max(0.0, begin - queued))
-        self._count_intervals(deltas, now)
+        self._count_intervals(report.deltas, now)
 
     def _count_intervals(self, deltas: list[Delta], now: float) -> None:
         intervals: Counter[float] = Counter()  # most requests had their last token in the same earlier step
@@ -110,14 +109,9 @@ class Metrics:
             if (before := last.get(delta.req_id)) is not None:
                 intervals[now - before] += 1
             last[delta.req_id] = now
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                self.on_abort(delta.req_id)
+        self.on_abort(delta.req_id for delta in deltas if delta.finish_reason is not None)
         for interval, weight in intervals.items():
             self.itl.observe(interval, weight)
-
-    def close(self) -> None:
-        pass
 
     # -- the front end's thread
 
@@ -174,6 +168,8 @@ class Metrics:
             (CounterMetricFamily, "num_preemptions", "Preemptions", stats.num_preempted),
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens of the requests taken", stats.prompt_tokens),
             (CounterMetricFamily, "generation_tokens", "Tokens generated", stats.generation_tokens),
+            (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens proposed", stats.num_drafted),
+            (CounterMetricFamily, "spec_decode_num_accepted_tokens", "Proposed and accepted", stats.num_accepted),
         ):
             family = kind(f"minivllm:{name}", what, labels=list(self.labels))
             family.add_metric(list(self.labels.values()), value)

@@ -4,7 +4,8 @@ Stop strings are found here, since the core knows no text: such a request ends a
 handed back to be aborted in the core; what the core still sends for it is ignored. Tokens after the one that completed
 the stop string are cut, so the output does not depend on how many tokens a step brought.
 
-n > 1: the core sees n requests; their outputs are the choices of one RequestOutput. Names and shapes are vLLM's.
+n > 1: the core sees n requests; their outputs are the choices of one RequestOutput. best_of > n: it sees best_of, of
+which the n likeliest are returned. Names and shapes are vLLM's.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None = None  # of all tokens so far; None unless logprobs were asked for
+    cumulative_logprob: float | None = None  # of all tokens so far; None unless asked for logprobs or best_of
     logprobs: list[LogprobsOfToken] | None = None
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None
@@ -117,7 +118,7 @@ class _Choice:
             self.finish_reason, self.stop_reason = "stop", self.detokenizer.stopped_by
             token_ids = token_ids[: self.detokenizer.num_tokens - num_before]
         self.token_ids += token_ids
-        if self.logprobs is not None and delta.logprobs is not None:
+        if delta.logprobs is not None:
             self._take_logprobs(delta.logprobs[: len(token_ids)])
         if token_ids:
             self._take_time(len(token_ids), now)
@@ -130,11 +131,12 @@ class _Choice:
     def output(self, only_new: bool) -> CompletionOutput:
         start, text = (self.num_sent, self.new_text) if only_new else (0, self.detokenizer.text)
         self.num_sent, self.new_text = len(self.token_ids), ""
+        reports = self.logprobs is not None or self.parent.params.selects
         return CompletionOutput(
             index=self.index,
             text=text,
             token_ids=self.token_ids[start:],
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            cumulative_logprob=self.cumulative_logprob if reports else None,
             logprobs=None if self.logprobs is None else self.logprobs[start:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -143,7 +145,8 @@ class _Choice:
     def _take_logprobs(self, positions: list[PositionLogprobs]) -> None:
         for entries in positions:
             self.cumulative_logprob += entries[0][1]
-            self.logprobs.append(self.parent.as_dict(entries))
+            if self.logprobs is not None:
+                self.logprobs.append(self.parent.as_dict(entries))
 
     def _take_time(self, num_tokens: int, now: float) -> None:
         metrics = self.parent.metrics
@@ -207,15 +210,16 @@ class _Parent:
         return {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in entries}
 
     def output(self, touched: Sequence[_Choice]) -> RequestOutput:
-        """Kind "delta": only the choices touched, and what is new of them."""
-        only_new = self.kind == "delta"
+        """Kind "delta": only the choices touched, and what is new of them. With best_of: the best ones, whole."""
+        only_new = self.kind == "delta" and not self.params.selects
         choices = sorted(touched, key=lambda c: c.index) if only_new else list(self.choices.values())
+        outputs = [choice.output(only_new) for choice in choices]
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self._whole_prompt_logprobs(only_new),
-            outputs=[choice.output(only_new) for choice in choices],
+            outputs=best(outputs, self.params.n) if self.params.selects else outputs,
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
@@ -228,6 +232,14 @@ class _Parent:
             return None
         self.sent_prompt_logprobs = True
         return found
+
+
+def best(outputs: list[CompletionOutput], n: int) -> list[CompletionOutput]:
+    """The n likeliest, best first, numbered anew."""
+    chosen = sorted(outputs, key=lambda out: -out.cumulative_logprob)[:n]
+    for index, out in enumerate(chosen):
+        out.index = index
+    return chosen
 
 
 class OutputProcessor:
@@ -249,7 +261,7 @@ class OutputProcessor:
         arrival_time: float,
         kind: Kind = "cumulative",
     ) -> None:
-        """Expect outputs. child_ids: the params.n ids that the engine core will use. params: resolved (prepare.py).
+        """Expect outputs. child_ids: the params.num_sequences ids that the engine core will use. params: resolved.
 
         kind: each output holds everything so far, only what is new, or ("final") there is one output, at the end.
         """
@@ -259,6 +271,11 @@ class OutputProcessor:
         self._parents[request_id] = parent
         for child_id in child_ids:
             self._choices[child_id] = parent.add_choice(child_id)
+
+    def parent_of(self, child_id: str) -> str | None:
+        """The request that an id of the engine core belongs to."""
+        choice = self._choices.get(child_id)
+        return None if choice is None else choice.parent.id
 
     def process(self, deltas: Sequence[Delta], now: float) -> tuple[list[RequestOutput], list[str]]:
         """One step's deltas -> (outputs for clients, in the order of the deltas; ids to abort in the engine core)."""
@@ -324,7 +341,7 @@ class OutputProcessor:
         if parent.finished:
             parent.metrics.finished_time = now
             self._forget(parent)
-        elif parent.kind == "final":
+        elif parent.kind == "final" or parent.params.selects:
             return None
         return parent.output(touched)
 

@@ -31,8 +31,11 @@ def prepare(
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
         _check_ids("logit_bias", params.logit_bias or (), vocab_size)
-    if params.n > 1 and params.greedy:
-        raise BadRequest(f"n must be 1 when using greedy sampling (temperature 0), got {params.n}", "n")
+    if params.num_sequences > 1 and params.greedy:
+        name = "n" if params.n > 1 else "best_of"
+        raise BadRequest(
+            f"{name} must be 1 when using greedy sampling (temperature 0), got {params.num_sequences}", name
+        )
     if tokenizer is None and (params.stop or params.bad_words):
         raise BadRequest("stop strings and bad_words need a tokenizer, and this model has none", "stop")
     room = max_model_len - len(prompt_token_ids)
@@ -45,10 +48,14 @@ def prepare(
 
 
 def children(params: SamplingParams) -> list[SamplingParams]:
-    """The n requests that one prompt with n > 1 becomes: seeds seed, seed + 1 ..."""
-    if params.n == 1:
+    """The requests that one prompt becomes with n or best_of above 1: seeds seed, seed + 1 ... Only the first scores
+    the prompt, so that the others may find it in the prefix cache."""
+    if params.num_sequences == 1:
         return [params]
-    return [params.replace(n=1, seed=_wrap(params.seed + i)) for i in range(params.n)]
+    logprobs = 0 if params.selects and params.logprobs is None else params.logprobs  # what is selected by
+    first = params.replace(n=1, best_of=None, logprobs=logprobs)
+    others = first.replace(prompt_logprobs=None)
+    return [first, *(others.replace(seed=_wrap(params.seed + i)) for i in range(1, params.num_sequences))]
 
 
 def _check_prompt(prompt_token_ids: Sequence[int], max_model_len: int) -> None:

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from minivllm.engine.tool_prompt import told_in_words
 from minivllm.errors import BadRequest, ModelError
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -112,6 +113,7 @@ class TextTokenizer:
     ) -> str:
         """The prompt of a conversation. Raises BadRequest for messages that the template refuses.
 
+        tools: as in OpenAI's requests. For a template that knows none they are told in words (engine/tool_prompt.py).
         continue_final_message: the prompt ends inside the last message, which the model goes on writing.
         kwargs: the template's own switches (enable_thinking ...).
         """
@@ -125,9 +127,18 @@ class TextTokenizer:
         chat = [_plain_message(i, message) for i, message in enumerate(messages)]
         if continue_final_message:
             chat[-1]["content"] += _CONTINUE_HERE
-        values = {**self.special_tokens, "tools": list(tools) if tools else None, "documents": None, **kwargs}
-        text = _render(template, messages=chat, add_generation_prompt=add_generation_prompt, **values)
+        values = {**self.special_tokens, "documents": None, "add_generation_prompt": add_generation_prompt, **kwargs}
+        if _knows_tools(template):
+            text = _render(template, messages=chat, tools=list(tools) if tools else None, **values)
+        else:
+            text = _render_in_words(template, chat, tools, **values)
         return _cut_at_mark(text) if continue_final_message else text
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template that renders tools; None if there is none that knows them."""
+        template = self._templates.get("tool_use", self._templates.get("default"))
+        return template if template is not None and _knows_tools(template) else None
 
     def _pick_template(self, tools: Any) -> str:
         if not self._templates:
@@ -291,10 +302,39 @@ def _render(template: str, **values: Any) -> str:
         raise BadRequest(f"the chat template refuses these messages: {e}", "messages") from None
 
 
+def _render_in_words(template: str, chat: list[dict], tools: Sequence[Mapping[str, Any]] | None, **values: Any) -> str:
+    try:
+        return _render(template, messages=told_in_words(chat, tools), tools=None, **values)
+    except BadRequest:
+        if not tools or chat[0]["role"] == "system":
+            raise
+    return _render(template, messages=told_in_words(chat, tools, "user"), tools=None, **values)
+
+
+@functools.lru_cache(maxsize=16)
+def _knows_tools(template: str) -> bool:
+    from jinja2 import TemplateSyntaxError, nodes
+
+    try:
+        return any(name.name == "tools" for name in _environment().parse(template).find_all(nodes.Name))
+    except TemplateSyntaxError:  # _compile says so, once it is rendered
+        return True
+
+
 @functools.lru_cache(maxsize=16)
 def _compile(template: str) -> Any:
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return _environment().from_string(template)
+    except TemplateSyntaxError as e:
+        raise ModelError(f"the model's chat template is not valid Jinja (line {e.lineno}: {e})") from None
+
+
+@functools.cache
+def _environment() -> Any:
     """With the names and settings that transformers gives to templates."""
-    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2 import TemplateError
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -318,7 +358,4 @@ def _compile(template: str) -> Any:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    try:
-        return environment.from_string(template)
-    except TemplateSyntaxError as e:
-        raise ModelError(f"the model's chat template is not valid Jinja (line {e.lineno}: {e})") from None
+    return environment

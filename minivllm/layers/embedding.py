@@ -22,6 +22,8 @@ class Embedding(nn.Module):
 class LMHead(Linear):
     """hidden [S, hidden] -> logits [S, vocab] in fp32, multiplied in the model's dtype."""
 
+    output_dtype = torch.float32
+
     def __init__(self, hidden_size: int, vocab_size: int, *, dtype: torch.dtype, method: QuantMethod):
         super().__init__(hidden_size, {"": vocab_size}, dtype=dtype, method=method)
 
@@ -36,6 +38,8 @@ class TiedLMHead(nn.Module):
     look-up are then both kept, which costs one embedding in memory and saves a reorder of the model's largest matrix
     on each step.
     """
+
+    output_dtype = torch.float32
 
     def __init__(self, embedding: Embedding, method: QuantMethod):
         super().__init__()

@@ -6,9 +6,8 @@ neither will tensor parallelism or LoRA.
 
 How the rows are kept is a `QuantMethod`: `create` makes what the loader fills, `finish` repacks it once all is loaded,
 `apply` multiplies. Besides quantisation this is the place for a layout that a library likes better. oneDNN's blocked
-layout, packed once, is worth much: without it `F.linear` reorders its weight on every call (SmolLM2's 121 matrices in
-bf16, 2 cores of an AMD Zen 5, packed against dense: 12.5 / 18.1 ms at 1 token, 13.4 / 23 ms at 8, 27.5 / 37 ms at 32,
-164 / 183 ms at 256; in fp32 on one thread 1.4 to 1.7 times faster).
+layout, packed once, is worth much on a CPU, most of all with few tokens: without it `F.linear` reorders its weight on
+every call.
 """
 
 from __future__ import annotations
@@ -93,10 +92,13 @@ def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 class Linear(nn.Module):
     """y = x W^T + b with W [n_out, n_in]; n_out is the sum of `parts`, stacked in their order."""
 
+    output_dtype: torch.dtype | None = None  # a method that sums in fp32 anyway may give its sums; None: the input's
+
     def __init__(
         self, n_in: int, parts: Mapping[str, int], *, bias: bool = False, dtype: torch.dtype, method: QuantMethod
     ):
         super().__init__()
+        self.n_in = n_in
         self.rows = row_ranges(parts)
         n_out = sum(parts.values())
         self.method = method

@@ -92,8 +92,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def hf_config(name: str) -> dict[str, Any]:
+    """What config.json would say."""
+    return _COMMON | SHAPES[name]
+
+
 def dummy_spec(name: str) -> ModelSpec:
-    return ModelSpec.from_hf(_COMMON | SHAPES[name], where=f"dummy:{name}")
+    return ModelSpec.from_hf(hf_config(name), where=f"dummy:{name}")
 
 
 def fill(model: Any, seed: int) -> None:

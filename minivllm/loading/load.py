@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minivllm.errors import ModelError
+from minivllm.loading.gguf_packed import stored_bits
 from minivllm.loading.safetensors_io import read_tensors
 from minivllm.loading.sources import ModelFiles, resolve, timed
 from minivllm.models import MODELS, ModelSpec
 from minivllm.models.checkpoint import load_tensors
+from minivllm.quantization import crossover
+from minivllm.quantization.select import Choice, Quantised, choose, install
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +27,9 @@ class LoadedModel:
     tokenizer_dir: Path  # holds tokenizer.json, tokenizer_config.json and maybe a chat template
     name: str
     source: str
+    quantization: tuple[str, str]  # none, kept, int8 or int4, and why
     linear: tuple[str, str]  # how linear layers store their weights, and why
-    seconds: dict[str, float]  # fetch, convert, tokenizer, allocate, weights, finish, total
+    seconds: dict[str, float]  # fetch, convert, tokenizer, allocate, pack, weights, finish, crossover, total
 
 
 def load_model(
@@ -34,22 +39,55 @@ def load_model(
     seed: int = 0,
     cache_dir: Path | str | None = None,
     tokenizer: str | None = None,
+    quantization: str = "auto",
+    dense_copy: bool = True,
 ) -> LoadedModel:
-    """Find, fetch and convert if needed, then load. `seed` is of a dummy's weights. Raises ModelError."""
+    """Find, fetch and convert if needed, then load. `seed` is of a dummy's weights; quantization and dense_copy are
+    model.quantization and model.dense_copy. Raises ModelError, and ConfigError for a quantization that cannot be."""
     start = time.perf_counter()
     files = resolve(path, cache_dir, tokenizer)
-    loaded = load(files, dtype, device, seed)
+    loaded = load(files, dtype, device, seed, quantization, dense_copy)
     loaded.seconds["total"] = time.perf_counter() - start
     return loaded
 
 
-def load(files: ModelFiles, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> LoadedModel:
+def load(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    quantization: str = "auto",
+    dense_copy: bool = True,
+) -> LoadedModel:
     device, seconds, spec = torch.device(device), dict(files.seconds), files.spec
+    choice = choose(quantization, device, dtype, files.packed is not None)
     model = timed(seconds, "allocate", lambda: _allocate(spec, dtype, device))
-    timed(seconds, "weights", lambda: _fill(model, files, seed))
+    linear = (type(model.linear_method).__name__, model.linear_reason)
+    packed_file, quantised = None, None
+    if choice.kind != "none":
+        if choice.kind == "kept":
+            packed_file = timed(seconds, "pack", files.packed)
+        quantised = install(model, choice.kind, stored_bits(packed_file) if packed_file else {}, dense_copy)
+        if not quantised.layers:
+            choice = Choice("none", "no weight of this model is, or can be, in 4 or 8 bits")
+    timed(seconds, "weights", lambda: _fill(model, files, packed_file, seed))
     timed(seconds, "finish", model.finish)
-    method = (type(model.linear_method).__name__, model.linear_reason)
-    return LoadedModel(model, spec, files.tokenizer_dir, files.name, files.source, method, seconds)
+    if quantised and quantised.layers:
+        linear = timed(seconds, "crossover", lambda: _measured(quantised))
+    return LoadedModel(
+        model, spec, files.tokenizer_dir, files.name, files.source, (choice.kind, choice.reason), linear, seconds
+    )
+
+
+def _measured(quantised: Quantised) -> tuple[str, str]:
+    """How the layers are kept, as a decision; sets the limit between the two forms where there are two."""
+    if not quantised.is_dual:
+        return "packed", quantised.describe()
+    found = crossover.measure(quantised.layers)
+    quantised.limit.tokens = found.tokens
+    if found.tokens == crossover.NEVER:
+        return "dual", f"{quantised.describe()}; the packed ones are faster for any number of tokens ({found.reason})"
+    return "dual", f"{quantised.describe()}; from {found.tokens} tokens a step on a copy in bf16 ({found.reason})"
 
 
 def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -62,10 +100,22 @@ def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> nn.M
         raise ModelError(f"{spec.architecture} needs {size:.1f} GiB for its weights on {device}: {e}") from None
 
 
-def _fill(model: nn.Module, files: ModelFiles, seed: int) -> None:
+def _fill(model: nn.Module, files: ModelFiles, packed_file: Path | None, seed: int) -> None:
     if files.weights:
-        load_tensors(model, read_tensors(files.weights), files.weights[0].parent)
+        load_tensors(model, _tensors(model, files, packed_file), files.weights[0].parent)
     else:
         from minivllm.loading.dummy import fill
 
         fill(model, seed)
+
+
+def _tensors(model: nn.Module, files: ModelFiles, packed_file: Path | None) -> Iterator[tuple[str, Tensor, Path]]:
+    """The checkpoint's tensors; of a matrix that the model keeps packed, its parts instead of the whole."""
+    if packed_file is None:
+        yield from read_tensors(files.weights)
+        return
+    wanted = set(model.checkpoint_tensors())
+    yield from (found for found in read_tensors([packed_file]) if found[0] in wanted)
+    for name, tensor, file in read_tensors(files.weights):
+        if name in wanted or f"{name.removesuffix('.weight')}.codes" not in wanted:
+            yield name, tensor, file

@@ -72,7 +72,10 @@ class Entry(NamedTuple):
     dtype: torch.dtype
 
 
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_NAMES = {
+    **{torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.uint8: "U8", torch.int8: "I8"},
+}
 
 
 def write_tensors(path: Path, entries: list[Entry], tensors: Iterable[Tensor]) -> None:

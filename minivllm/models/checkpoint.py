@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minivllm.errors import ModelError
 
-KINDS = ("weight", "bias")
+KINDS = ("weight", "bias", "codes", "scales", "minima")  # the last three: a weight in 4 or 8 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,16 @@ class WeightMap:
     top: Mapping[str, tuple[str, str]]
     layer: Mapping[str, tuple[str, str]]
 
-    def destinations(self, model: nn.Module) -> dict[str, Tensor]:
-        """Shared parameters (a tied LM head) appear once, under the first name."""
+    def places(self, model: nn.Module) -> dict[str, tuple[str, str]]:
+        """{module of the checkpoint: (module of ours, part of its rows)}, each layer's written out."""
         places = dict(self.top)
         for i in range(len(model.layers)):
             places |= {f"model.layers.{i}.{theirs}": (f"layers.{i}.{m}", p) for theirs, (m, p) in self.layer.items()}
+        return places
+
+    def destinations(self, model: nn.Module) -> dict[str, Tensor]:
+        """Shared parameters (a tied LM head) appear once, under the first name."""
+        places = self.places(model)
         modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
         found = {}
         for theirs, (ours, part) in places.items():

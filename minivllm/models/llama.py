@@ -131,6 +131,10 @@ class LlamaModel(nn.Module):
         """{name of the checkpoint: the part of a parameter that it fills}."""
         return LLAMA_WEIGHTS.destinations(self)
 
+    def checkpoint_modules(self) -> dict[str, tuple[str, str]]:
+        """{module of the checkpoint: (our module that holds it, which part of its rows)}."""
+        return LLAMA_WEIGHTS.places(self)
+
     def finish(self) -> None:
         """Every weight is loaded: repack."""
         for module in list(self.modules()):

@@ -28,6 +28,7 @@ class InputBatch:
     )  # [R, at least max blocks in use] int32; entries past a request's blocks are 0, a valid block
     sample_tokens: np.ndarray  # [S] int64: the token rows whose logits are sampled from
     sample_requests: np.ndarray  # [S] int64: for each of them, which request of this batch (index into req_ids)
+    draft_tokens: np.ndarray  # [S] int64: what was proposed for the place that each of them draws; -1: nothing
     num_tokens: int  # T without padding
     max_query: int  # longest query of a request in this batch
     max_seq: int  # longest seq_lens

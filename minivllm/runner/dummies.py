@@ -33,6 +33,7 @@ class DummyBatches:
             block_tables=np.full((num_requests, -(-longest // self.block_size)), self.spare_block, np.int32),
             sample_tokens=query_start[1:].astype(np.int64) - 1,
             sample_requests=np.arange(num_requests),
+            draft_tokens=np.full(num_requests, -1),
             num_tokens=num_tokens,
             max_query=longest,
             max_seq=longest,

@@ -39,10 +39,13 @@ class InputBuilder(Protocol):
         """Leaves, then joins (rows[i] is the row of plan.joins[i]), then new blocks."""
         ...
 
-    def build(self, plan: StepPlan, key: BatchKey) -> InputBatch: ...
+    def build(self, plan: StepPlan, key: BatchKey) -> InputBatch:
+        """Sampled from: every token of the plan from a request's last known one on, its drafts included."""
+        ...
 
-    def append(self, batch: InputBatch, tokens: np.ndarray) -> None:
-        """tokens [S]: what was sampled at batch.sample_tokens. They are known from now on."""
+    def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:
+        """tokens [N] are known from now on; requests [N]: whose (index into batch.req_ids), ascending. A request may
+        have several, in sequence order."""
         ...
 
 

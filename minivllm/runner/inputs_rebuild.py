@@ -44,19 +44,23 @@ class RebuildInputs:
         seq_lens: list[int] = []
         sample_tokens: list[int] = []
         sample_requests: list[int] = []
+        draft_tokens: list[int] = []
         for i, (req_id, num_new) in enumerate(plan.num_tokens.items()):
             seq = self.sequences[req_id]
             start = plan.start[req_id]
             end = start + num_new
+            drafts = plan.drafts.get(req_id)
+            tokens = seq.token_ids + drafts if drafts else seq.token_ids
             for position in range(start, end):
-                token_ids.append(seq.token_ids[position])
+                token_ids.append(tokens[position])
                 positions.append(position)
                 slots.append(seq.blocks[position // block_size] * block_size + position % block_size)
             query_start.append(len(token_ids))
             seq_lens.append(end)
-            if end == len(seq.token_ids):  # nothing known is left to compute: this step gives a new token
-                sample_tokens.append(len(token_ids) - 1)
+            for position in range(max(start, len(seq.token_ids) - 1), end):  # behind all that is known: a new token
+                sample_tokens.append(len(token_ids) - (end - position))
                 sample_requests.append(i)
+                draft_tokens.append(tokens[position + 1] if position + 1 < end else -1)
         num_tokens = len(token_ids)
         num_padding = key.num_tokens - num_tokens
         tables = [self.sequences[req_id].blocks for req_id in plan.num_tokens]
@@ -72,11 +76,12 @@ class RebuildInputs:
             block_tables=np.array([table[:width] + [0] * (width - len(table)) for table in tables], np.int32),
             sample_tokens=np.array(sample_tokens, np.int64),
             sample_requests=np.array(sample_requests, np.int64),
+            draft_tokens=np.array(draft_tokens, np.int64),
             num_tokens=num_tokens,
             max_query=max(plan.num_tokens.values()),
             max_seq=max(seq_lens),
         )
 
-    def append(self, batch: InputBatch, tokens: np.ndarray) -> None:
-        for i, token in zip(batch.sample_requests.tolist(), tokens.tolist(), strict=True):
+    def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:
+        for i, token in zip(requests.tolist(), tokens.tolist(), strict=True):
             self.sequences[batch.req_ids[i]].token_ids.append(token)

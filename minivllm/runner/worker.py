@@ -6,13 +6,14 @@ composition root knows them by name.
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
@@ -21,17 +22,28 @@ from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
 from minivllm.loading.cache import default_cache_dir
+from minivllm.lora.slots import AdapterSlots, NoAdapters
+from minivllm.machine import cpu_quota, num_cores
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.dummies import DummyBatches
 from minivllm.runner.forward import ForwardOptions
-from minivllm.runner.inputs import BatchKey, InputSizes, Rows
+from minivllm.runner.inputs import BatchKey, InputBuilder, InputSizes, Rows
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.runner import ModelRunner
+from minivllm.sampling.grammar_mask import make_grammar_mask
+from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.verify import Verifier
+from minivllm.spec_decode.base import Recipe, Target
+from minivllm.spec_decode.make import MakeAcceptance, MakeProposer
+from minivllm.spec_decode.throttle import Throttle
+from minivllm.structured.compiler import GrammarCompiler
+
+STEP_SIZES = (1, 2, 3, 5, 9, 17, 33, 65)  # tokens in a step that are timed if drafts are to be weighed
 
 MEASURED_TOKENS = 128  # of the prefill that is timed
 
@@ -55,41 +67,73 @@ class WorkerFacts:
     tokenizer_dir: Path
     decisions: list[Decision]
     info: dict[str, Any]
+    lookahead: int = 0  # KV slots that proposing drafts takes behind a request's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a worker is built from: registries to choose from, and choices that are made."""
+
+    attention: Registry
+    forwards: Registry
+    inputs: Registry
+    make_grammars: Callable[[Path, int], GrammarCompiler]  # from the tokenizer's folder and the vocabulary's size
+    make_proposer: MakeProposer
+    make_acceptance: MakeAcceptance
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, attention: Registry, forwards: Registry, inputs: Registry):
+    def __init__(self, config: EngineConfig, parts: Parts):
         begin = time.perf_counter()
         self.config = config
+        self.parts = parts
         self.decisions: list[Decision] = []
         self.device = self._decide("model.device", *choose_device(config.model.device))
         if self.device.type == "cpu":
             torch.set_num_threads(self._decide("executor.num_threads", *choose_threads(config.executor.num_threads)))
         self.dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, self.device))
         loaded = self._load()
-        name, backend_class = self._choose_attention(loaded.model.attention_layers, attention)
-        kv_spec = self._kv_spec(loaded.model.attention_layers)
+        name, backend_class = self._choose_attention(loaded.model.attention_layers)
+        recipe = parts.make_proposer(config, loaded, self.dtype, self.device)
+        kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
         sizes = self._size(kv_spec, loaded.spec.max_position)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
-        self.runner = self._build_runner(loaded, backend, sizes, forwards, inputs)
+        self.throttle = Throttle(config.scheduler.max_num_seqs)
+        self.runner = self._build_runner(loaded, backend, sizes, recipe)
         self._dummies = DummyBatches(sizes.num_blocks, config.kv.block_size, sizes.max_model_len)
         self._warm_up()
+        if config.spec_decode.method != "none" and config.spec_decode.adaptive:
+            self._calibrate()
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
 
     def _load(self) -> LoadedModel:
         asked = self.config.model
-        loaded = load_model(asked.path, self.dtype, self.device, seed=asked.seed, tokenizer=asked.tokenizer)
+        loaded = load_model(
+            asked.path,
+            self.dtype,
+            self.device,
+            seed=asked.seed,
+            tokenizer=asked.tokenizer,
+            quantization=asked.quantization,
+            dense_copy=asked.dense_copy,
+        )
+        self._decide("model.quantization", *loaded.quantization)
         self._decide("model.linear", *loaded.linear)
         return loaded
 
-    def _choose_attention(self, layers: list[AttentionSpec], registry: Registry) -> tuple[str, type[AttentionBackend]]:
-        backend_class, choice = choose_attention(self.config.runner.attention, self.device, layers, registry)
+    def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
+        backend_class, choice = choose_attention(
+            self.config.runner.attention, self.device, layers, self.parts.attention, self._kv_dtype()
+        )
         self._decide("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
 
     def _kv_spec(self, layers: list[AttentionSpec]) -> KVSpec:
         first = layers[0]
-        return KVSpec(len(layers), first.num_kv_heads, first.head_size, self.config.kv.block_size, self.dtype)
+        return KVSpec(len(layers), first.num_kv_heads, first.head_size, self.config.kv.block_size, self._kv_dtype())
+
+    def _kv_dtype(self) -> torch.dtype:
+        return self.dtype if self.config.kv.dtype == "auto" else getattr(torch, self.config.kv.dtype)
 
     def _size(self, spec: KVSpec, model_limit: int) -> Sizes:
         """The pools and the longest request that they allow."""
@@ -103,26 +147,63 @@ class Worker:
         return Sizes(num_blocks, num_host_blocks, max_model_len)
 
     def _build_runner(
-        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, forwards: Registry, inputs: Registry
+        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, recipe: Recipe
     ) -> ModelRunner:
-        config, model, max_rows = self.config, loaded.model, self.config.scheduler.max_num_seqs
-        layers = model.attention_layers
+        config, model, parts, kv_dtype = self.config, loaded.model, self.parts, self._kv_dtype()
         # One spare block takes the K and V of padding tokens.
-        device_caches = [zeros(backend.kv_shape(sizes.num_blocks + 1), self.dtype, self.device) for _ in layers]
-        host_shape = backend.kv_shape(sizes.num_host_blocks)
-        host_caches = [zeros(host_shape, self.dtype, torch.device("cpu")) for _ in layers]
-        input_sizes = InputSizes(max_rows, sizes.max_model_len, config.kv.block_size, sizes.num_blocks)
+        shape = backend.kv_shape(sizes.num_blocks + 1)
+        device_caches = [zeros(shape, kv_dtype, self.device) for _ in model.attention_layers]
+        inputs = self._inputs(sizes)
+        sampler = self._sampler(loaded)
+        proposer = recipe.make(
+            Target(
+                config=config,
+                model=model,
+                inputs=inputs,
+                make_key=BatchKey,
+                sampler=sampler,
+                kv_caches=device_caches,
+                attention=backend,
+                throttle=self.throttle,
+                num_blocks=sizes.num_blocks,
+                max_model_len=sizes.max_model_len,
+                make_cache=lambda shape, dtype: zeros(shape, dtype, self.device),
+            )
+        )
+        moved = [*device_caches, *proposer.kv_caches]
+        host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
         return ModelRunner(
             model=model,
-            forward=forwards.get(config.runner.forward)(model, self.device, self._forward_options(sizes)),
+            forward=parts.forwards.get(config.runner.forward)(model, self.device, self._forward_options(sizes)),
             attention=backend,
             kv_caches=device_caches,
-            inputs=inputs.get(config.runner.inputs)(input_sizes),
-            rows=Rows(max_rows),
-            sampler=Sampler(loaded.spec.vocab_size, max_rows, self.device),
+            inputs=inputs,
+            rows=Rows(config.scheduler.max_num_seqs),
+            sampler=sampler,
+            verifier=Verifier(sampler, parts.make_acceptance(proposer)),
+            proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
-            block_moves=BlockMoves(device_caches, host_caches, backend.block_axis),
+            block_moves=BlockMoves(moved, host_caches, backend.block_axis),
+            adapters=self._adapters(model),
         )
+
+    def _inputs(self, sizes: Sizes) -> InputBuilder:
+        max_rows, block_size = self.config.scheduler.max_num_seqs, self.config.kv.block_size
+        kind = self.parts.inputs.get(self.config.runner.inputs)
+        return kind(InputSizes(max_rows, sizes.max_model_len, block_size, sizes.num_blocks))
+
+    def _sampler(self, loaded: LoadedModel) -> Sampler:
+        grammars = self.parts.make_grammars(loaded.tokenizer_dir, loaded.spec.vocab_size)
+        processors = (make_grammar_mask(grammars), *DEFAULT_PROCESSORS)
+        return Sampler(loaded.spec.vocab_size, self.config.scheduler.max_num_seqs, self.device, processors)
+
+    def _adapters(self, model: torch.nn.Module) -> AdapterSlots | NoAdapters:
+        lora = self.config.lora
+        if not lora.enabled:
+            return NoAdapters()
+        slots = AdapterSlots(model, lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs, self.dtype)
+        self._decide("lora.enabled", lora.max_loras, slots.reason)
+        return slots
 
     def _forward_options(self, sizes: Sizes) -> ForwardOptions:
         config = self.config
@@ -170,6 +251,7 @@ class Worker:
             tokenizer_dir=loaded.tokenizer_dir,
             decisions=self.decisions,
             info=info,
+            lookahead=self.runner.proposer.lookahead,
         )
 
     def measure_costs(self) -> dict[str, float]:
@@ -184,11 +266,37 @@ class Worker:
         self._decide("kv.preemption", "auto", reason)
         return costs
 
+    def _calibrate(self) -> None:
+        """Time forwards of several sizes, so that drafts are only computed where they save time."""
+        most, logits = self.config.scheduler.max_num_batched_tokens, self.runner.model.logits
+        padded = {n: self.runner.forward.key_for(1, n, n).num_tokens for n in STEP_SIZES if n <= most}
+        dummies = {n: self._dummies.make(size) for n, size in padded.items()}
+        with torch.inference_mode():
+            tries = [  # in turns, so that a busy moment of the machine does not meet one size alone
+                {n: dummy.num_tokens * measure_prefill(self.runner, dummy, 1, logits) for n, dummy in dummies.items()}
+                for _ in range(4)
+            ]
+            seconds = {n: min(found[n] for found in tries) for n in tries[0]}
+            own, per_pass = self.runner.proposer, 0.0
+            if hasattr(own, "run_model"):  # it computes its guesses
+                per_pass = measure_prefill(own, self._dummies.make(1), 4, own.logits)
+        self.throttle.calibrate(seconds, per_pass)
+        k = self.config.spec_decode.k
+        grown = float(self.throttle.seconds(np.array(1 + k)) / self.throttle.seconds(np.array(1)))
+        self._decide("spec_decode.k", k, f"at most; measured: a step of {1 + k} tokens takes {grown:.2f} times as long")
+
     def facts(self) -> WorkerFacts:
         return self._facts
 
     def execute(self, plan: StepPlan) -> StepOutput:
         return self.runner.execute(plan)
+
+    def load_adapter(self, key: str, path: str) -> int:
+        """The adapter's rank. Raises AdapterError."""
+        return self.runner.adapters.load(key, path)
+
+    def drop_adapter(self, key: str) -> None:
+        self.runner.adapters.drop(key)
 
     def _decide(self, field: str, value: Any, reason: str) -> Any:
         shown = str(value).removeprefix("torch.") if not isinstance(value, int) else value
@@ -203,12 +311,29 @@ class Worker:
         return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
 
 
-def measure_prefill(runner: ModelRunner, dummy: InputBatch) -> float:
-    """Seconds a token of a prefill, the faster of two tries."""
+class RunsModel(Protocol):
+    def run_model(self, batch: InputBatch) -> torch.Tensor: ...
+
+
+def host_cache(cache: torch.Tensor, block_axis: int, num_blocks: int) -> torch.Tensor:
+    """Room on the host for so many blocks of a device's KV tensor."""
+    shape = list(cache.shape)
+    shape[block_axis] = num_blocks
+    return zeros(tuple(shape), cache.dtype, torch.device("cpu"))
+
+
+def measure_prefill(
+    runner: RunsModel,
+    dummy: InputBatch,
+    num_tries: int = 2,
+    logits: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden,
+) -> float:
+    """Seconds a token of a prefill, the fastest of some tries; logits: what else to time, on all hidden states."""
     seconds = []
-    for _ in range(2):
+    for _ in range(num_tries):
         start = time.perf_counter()
-        runner.run_model(dummy).sum().item()  # item() waits for the device
+        hidden = runner.run_model(dummy)
+        logits(hidden)[-1].sum().item()  # item() waits for the device
         seconds.append(time.perf_counter() - start)
     return min(seconds) / dummy.num_tokens
 
@@ -225,10 +350,11 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 def choose_threads(asked: int | None) -> tuple[int, str]:
     if asked is not None:
         return asked, "as configured"
-    try:
-        return len(os.sched_getaffinity(0)), "the cores that this process may use"
-    except AttributeError:  # macOS has no affinity
-        return os.cpu_count() or 1, "the cores of this machine"
+    cores, quota = num_cores(), cpu_quota()
+    if quota is not None and quota < cores:
+        # A step that uses up the limit with one thread more stands still until the next period.
+        return max(1, int(quota)), f"of {cores} cores: the control group's limit is the time of {quota:g}"
+    return cores, "the cores that this process may use"
 
 
 def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

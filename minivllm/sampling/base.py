@@ -46,3 +46,4 @@ class Sampled:
     # Logits rows without a usable distribution (NaN, +inf, or every token masked): their token is only a placeholder,
     # and the request should end with an error. The other rows are not touched by it.
     invalid: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    kept: np.ndarray | None = None  # after verification: which logits rows these are, ascending; None: all of them

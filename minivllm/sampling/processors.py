@@ -1,7 +1,8 @@
 """The steps that change logits before the draw, in the order of vLLM V1 (`v1/sample/sampler.py`):
 
 allowed_token_ids, bad_words, min_tokens, logit_bias, then the penalties (repetition, frequency, presence). Temperature,
-min-p, top-k, top-p and the draw follow (sampler.py, draw.py).
+min-p, top-k, top-p and the draw follow (sampler.py, draw.py). The grammar of structured output, which has a file of its
+own (grammar_mask.py), goes before them all.
 
 All are sparse: a row touches a few tokens of the vocabulary, so each step gathers (row, token) pairs of all its rows
 and writes them with one indexed operation. No state of size rows x vocabulary is kept.
@@ -117,6 +118,8 @@ class MinTokens(_PerRow[_MinTokens]):
     """No end-of-sequence and no stop token before min_tokens outputs."""
 
     def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+        if params.structured is not None:
+            return False  # GrammarMask does it: only the grammar knows whether the text can go on
         remaining = params.min_tokens - (len(token_ids) - num_prompt_tokens)
         stop_ids = np.asarray(sorted({*params.eos_token_ids, *params.stop_token_ids}), np.int64)
         if remaining <= 0 or not len(stop_ids):

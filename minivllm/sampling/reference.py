@@ -1,11 +1,16 @@
-"""The slow, obviously right twin of draw.py: sorts the whole vocabulary, one row at a time, in float64. The oracle."""
+"""The slow, obviously right twin of draw.py, verify.py and rejection.py: sorts the whole vocabulary, one row at a time,
+in float64. The oracle."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from minivllm.sampling.draw import BLOCK
 from minivllm.sampling.uniform import exponential
+
+Logits = Callable[[list[int]], np.ndarray]  # tokens -> logits [V] of the next one
 
 
 def find_cut(probs: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
@@ -43,3 +48,22 @@ def sample(
     probs /= probs.sum()
     probs[probs < find_cut(probs, top_k, top_p, min_p)] = 0
     return draw(probs, seed, position)
+
+
+def verify(logits_after: Logits, params: dict, prefix: list[int], drafts: list[int], seed: int) -> list[int]:
+    """Tokens of one request's step with drafts, one position after the other (acceptance `match`). params: of
+    sample()."""
+    out: list[int] = []
+    for draft in [*drafts, None]:
+        tokens = [*prefix, *out]
+        out.append(sample(logits_after(tokens), **params, seed=seed, position=len(tokens)))
+        if out[-1] != draft:
+            break
+    return out
+
+
+def accept(p: np.ndarray, q: np.ndarray, draft: int, coin: float, seed: int, position: int) -> int:
+    """The token that rejection sampling gives for a draft drawn from q; p and q [V] sum to 1."""
+    if coin < p[draft] / q[draft]:
+        return draft
+    return draw(np.maximum(p - q, 0), seed, position)

@@ -13,7 +13,7 @@ The sampler knows nothing of requests' names, of the scheduler, or of which toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from minivllm.sampling.draw import apply_filters, draw, pad_to_blocks
 from minivllm.sampling.logprobs import position_logprobs
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
 
+# (probs [C, V] after all filters, seeds [C], positions [C], which logits rows of the call [C]) -> tokens, valid [C]
+Pick = Callable[[Tensor, np.ndarray, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
+
 _CHUNK = 32  # rows drawn at a time: bounds the scratch memory and keeps it in the last-level cache
 
 
@@ -37,7 +40,7 @@ class Sampler:
         vocab_size: int,
         max_rows: int,
         device: torch.device | str = "cpu",
-        processors: Sequence[type[LogitsProcessor]] = DEFAULT_PROCESSORS,
+        processors: Sequence[Callable[[int, int], LogitsProcessor]] = DEFAULT_PROCESSORS,
     ):
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -81,9 +84,9 @@ class Sampler:
             for i in np.flatnonzero(used[rows]).tolist():
                 processor.observe(int(rows[i]), int(tokens[i]))
 
-    def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+    def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None) -> Sampled:
         """logits [S, V] fp32 (may be changed), rows [S] int64, positions [S] int64: index in the sequence of the token
-        to be drawn."""
+        to be drawn. pick: how rows that are not greedy get theirs; None: a draw."""
         assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
         if not len(rows):
             return Sampled(np.empty(0, np.int64), [])
@@ -92,13 +95,17 @@ class Sampler:
         raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) and changing else None
         for processor in changing:
             logits = processor.apply(logits, rows)
-        tokens, invalid = self._choose(logits, rows, positions)
+        tokens, invalid = self._choose(logits, rows, positions, pick)
         if raw is None and len(asked):
             raw = logits if len(asked) == len(rows) else logits[torch.from_numpy(asked).to(logits.device)]
         logprobs: list[PositionLogprobs | None] = [None] * len(rows)
         if raw is not None:
             self._report(logprobs, raw, asked, rows, tokens)
         return Sampled(tokens, logprobs, invalid)
+
+    def choose(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None) -> np.ndarray:
+        """The draw alone, with no processors that change logits and no report: for guessing what a call would give."""
+        return self._choose(logits, rows, positions, pick)[0]
 
     def check(self) -> None:
         """No state outlives its request."""
@@ -113,7 +120,9 @@ class Sampler:
         needed = self.uses[:, rows].any(1)
         return [p for p, used in zip(self.processors, needed, strict=True) if used and p.keeps_argmax == keeps_argmax]
 
-    def _choose(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _choose(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """-> tokens [S], and which logits rows had no usable distribution."""
         random = np.flatnonzero(self.temperature[rows] > 0)
         tokens = np.zeros(len(rows), np.int64) if len(random) == len(rows) else argmax(logits)
@@ -121,23 +130,26 @@ class Sampler:
         for start in range(0, len(random), _CHUNK):
             chunk = random[start : start + _CHUNK]
             part = logits[start : start + _CHUNK] if len(random) == len(rows) else logits[torch.from_numpy(chunk)]
-            tokens[chunk], valid[chunk] = self._draw(part, rows[chunk], positions[chunk])
+            probs = self.probabilities(part, rows[chunk])
+            where = self.seed[rows[chunk]], positions[chunk]
+            drawn, fine = draw(probs, *where) if pick is None else pick(probs, *where, chunk)
+            tokens[chunk], valid[chunk] = drawn.cpu().numpy(), fine.cpu().numpy()
         invalid = np.flatnonzero(~valid)
         if len(invalid):
             some = torch.nan_to_num(logits[torch.from_numpy(invalid).to(logits.device)], nan=float("-inf"))
             tokens[invalid] = argmax(some)
         return tokens, invalid
 
-    def _draw(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """logits [C, V] -> tokens [C], valid [C]."""
+    def probabilities(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+        """logits [C, V] of rows that are not greedy -> what their draws see: [C, V rounded up to BLOCK], not
+        normalised."""
         inverse = torch.from_numpy(1 / self.temperature[rows]).to(logits.device)[:, None]
         scaled = logits * inverse
         for processor in self._users(rows, keeps_argmax=True):
             scaled = processor.apply(scaled, rows)
         probs = torch.softmax(pad_to_blocks(scaled), -1)
         apply_filters(probs, self.top_k[rows], self.top_p[rows], self.min_p[rows])
-        tokens, valid = draw(probs, self.seed[rows], positions)
-        return tokens.cpu().numpy(), valid.cpu().numpy()
+        return probs
 
     def _report(self, out: list, raw: Tensor, asked: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> None:
         counts = self.num_logprobs[rows[asked]]
@@ -147,7 +159,7 @@ class Sampler:
 
 
 def argmax(logits: Tensor) -> np.ndarray:
-    """[S, V] -> [S] int64, the lowest id among equals. numpy's is 12 times as fast as torch's on a CPU."""
+    """[S, V] -> [S] int64, the lowest id among equals. numpy's is far faster than torch's on a CPU."""
     return logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1).cpu().numpy()
 
 

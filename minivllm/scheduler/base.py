@@ -61,12 +61,14 @@ class SchedulerBase:
         policy: Policy | None = None,
         chunked_prefill: bool = True,
         admission: Admission | None = None,
+        lookahead: int = 0,
     ):
         self.kv = kv
         self.limits = limits
         self.policy = policy or FCFS()
         self.chunked_prefill = chunked_prefill
         self.admission = admission or AdmitAll()
+        self.lookahead = lookahead  # KV slots behind a request's tokens that a proposer of drafts writes to
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in service order
         self.waiting: list[Request] = []  # in reverse service order: the next one is at the end
@@ -168,21 +170,28 @@ class SchedulerBase:
         self.kv.free(req, keep=req.id not in self._joins)  # of a fork there is no KV yet, only a copy to be made
         self._leave(req)
         req.num_computed_tokens = 0
+        req.drafts = []
         req.num_preemptions += 1
         self._enqueue(req)
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
-        running, allocate = self.running, self.kv.allocate
+        running, allocate, lookahead, drafts = self.running, self.kv.allocate, self.lookahead, plan.drafts
         i = 0
         while budget and i < len(running):  # preemption shortens the list at its end
             req = running[i]
             start = req.num_computed_tokens
             new_tokens = min(len(req.token_ids) - start, budget)
-            blocks = allocate(req, new_tokens)
+            blocks = None
+            if req.drafts or lookahead:  # drafts leave every other running request a token of the budget
+                blocks = self._allocate_ahead(plan, req, new_tokens, budget - (len(running) - i - 1))
+            if blocks is None:
+                blocks = allocate(req, new_tokens)
             if blocks is None:
                 blocks = self._make_room(plan, req, new_tokens)
                 if blocks is None:
                     break
+            if drafts:
+                new_tokens += len(drafts.get(req.id, ()))
             plan.num_tokens[req.id] = new_tokens
             plan.start[req.id] = start
             if blocks:
@@ -191,13 +200,31 @@ class SchedulerBase:
             i += 1
         return budget
 
+    def _allocate_ahead(self, plan: StepPlan, req: Request, new_tokens: int, most: int) -> Sequence[int] | None:
+        """Room for new_tokens, for req's drafts (both at most `most` tokens) and for what the proposer writes behind
+        them; the drafts are then in the plan. None if that is not free: nobody is preempted for a guess."""
+        if req.num_computed_tokens + new_tokens < len(req.token_ids):
+            return None  # a prompt's chunk
+        drafts = req.drafts[: max(0, most - new_tokens)]
+        end = len(req.token_ids) + len(drafts)
+        lookahead = max(0, min(self.lookahead, req.num_final_slots(self.limits.max_model_len) - end))
+        blocks = self.kv.allocate(req, new_tokens + len(drafts), lookahead)
+        if blocks is not None and drafts:
+            plan.drafts[req.id] = drafts
+        return blocks
+
     def _make_room(self, plan: StepPlan, req: Request, new_tokens: int) -> Sequence[int] | None:
         """Preempt from the end of `running` until req's tokens fit. None if req itself had to go."""
         while True:
             victims = self._victims()
             for victim in victims:
                 self.preempt(victim)
-                for column in (plan.num_tokens, plan.start, plan.new_blocks):  # a relative of req may be in the plan
+                for column in (
+                    plan.num_tokens,
+                    plan.start,
+                    plan.new_blocks,
+                    plan.drafts,
+                ):  # a relative may be in the plan
                     column.pop(victim.id, None)
             plan.stats.num_preempted += len(victims)
             if req in victims:
@@ -250,6 +277,7 @@ class SchedulerBase:
         stats.num_free_blocks, stats.num_cached_blocks = usage.num_free, usage.num_cached
         stats.num_total_blocks = usage.num_total
         stats.num_used_slots = sum(plan.start.values()) + total
+        stats.num_drafted = sum(map(len, plan.drafts.values()))
         assert total <= limits.max_num_batched_tokens, "the step's token budget is exceeded"
         assert len(self.running) <= limits.max_num_seqs, "more requests run than may"
         assert plan.num_tokens.keys() == plan.start.keys()
@@ -260,7 +288,7 @@ class SchedulerBase:
     def update(self, plan: StepPlan, out: StepOutput) -> list[Delta]:
         deltas: list[Delta] = []
         finished: list[Request] = []
-        requests, start, kv = self.requests, plan.start, self.kv
+        requests, start, kv, speculates = self.requests, plan.start, self.kv, bool(plan.drafts or out.drafts)
         if out.errors and len(out.errors) == len(plan.num_tokens):
             self._leaves += plan.leaves  # nothing ran: perhaps nobody has heard of them, and leaving twice is harmless
         for req_id, num_new in plan.num_tokens.items():
@@ -273,7 +301,11 @@ class SchedulerBase:
                 continue
             req.num_computed_tokens = start[req_id] + num_new
             tokens = out.tokens.get(req_id)
+            if speculates:
+                self._settle_drafts(plan, req, tokens)
             delta = self._take_tokens(req, tokens, out) if tokens else None
+            if speculates or req.drafts:
+                req.drafts = self._useful(req, out.drafts.get(req_id, ()))
             if req_id in out.prompt_logprobs:
                 delta = delta or Delta(req_id, [])
                 delta.prompt_logprobs = _unreported(req, start[req_id], out.prompt_logprobs[req_id])
@@ -302,6 +334,25 @@ class SchedulerBase:
             delta.logprobs = out.logprobs[req.id][: len(delta.token_ids)]
         return delta
 
+    def _settle_drafts(self, plan: StepPlan, req: Request, tokens: list[int]) -> None:
+        """K and V of rejected drafts are as good as never computed; their slots are written again."""
+        num_drafts = len(plan.drafts.get(req.id, ()))
+        if num_drafts:
+            num_accepted = len(tokens) - 1
+            assert 0 <= num_accepted <= num_drafts, f"{len(tokens)} tokens out of {num_drafts} drafts"
+            req.num_computed_tokens -= num_drafts - num_accepted
+            plan.stats.num_accepted += num_accepted
+
+    def _useful(self, req: Request, drafts: Sequence[int]) -> list[int]:
+        """Drafts that may all become output with one more token behind them: none beyond the longest length, none
+        that would end the request. So whoever accepts drafts need not know what ends one."""
+        params, longest = req.params, self.limits.max_model_len
+        last = min(req.num_prompt_tokens + (params.max_tokens or longest), longest) - 1
+        drafts = list(drafts[: max(0, last - len(req.token_ids))])
+        if drafts and (stops := {*params.eos_token_ids, *params.stop_token_ids}):
+            return drafts[: next((i for i, token in enumerate(drafts) if token in stops), len(drafts))]
+        return drafts
+
     def _end(self, req: Request, token: int) -> tuple[str | None, int | None]:
         """(finish_reason, stop_reason) once `token` is the request's newest; (None, None) while it goes on."""
         params, num_tokens = req.params, len(req.token_ids)
@@ -325,7 +376,8 @@ class SchedulerBase:
         assert {r.id for r in (*self.running, *self.waiting)} == self.requests.keys()
         for req in self.running:
             assert 0 <= req.num_computed_tokens < req.num_tokens <= self.limits.max_model_len
-        assert all(req.num_computed_tokens == 0 for req in self.waiting)
+            assert not req.drafts or req.num_tokens + len(req.drafts) < self.limits.max_model_len
+        assert all(req.num_computed_tokens == 0 and not req.drafts for req in self.waiting)
         if not self.running:
             assert self.kv.usage.num_free == self.kv.usage.num_total, "blocks in use though no request runs"
 

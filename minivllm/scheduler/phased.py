@@ -41,10 +41,9 @@ class PhasedScheduler(SchedulerBase):
             budget -= new_tokens
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
-        self._schedule_running(plan, self.limits.max_num_batched_tokens)
+        budget = self._schedule_running(plan, self.limits.max_num_batched_tokens)
         if plan.stats.num_preempted:
             return
-        budget = self.limits.max_num_batched_tokens - len(plan.num_tokens)
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             req = self.waiting[-1]  # back from the host, or a fork: one token to compute, like those that run
             num_found = self._find(req)

@@ -10,6 +10,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -23,9 +24,10 @@ import minivllm
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
 from minivllm.registry import did_you_mean
-from minivllm.serve import chat, completions, errors, openapi, protocol
+from minivllm.serve import chat, completions, errors, lora, openapi, protocol
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, events
+from minivllm.serve.tools.parsers import HermesParser, ToolParser
 
 MAX_BODY_BYTES = 16 * 2**20
 
@@ -50,26 +52,32 @@ async def generate(request: Request, kind: type[protocol.Sampling], prepare: Cal
 
 
 def check_model(app: Starlette, name: str | None) -> None:
-    names = app.state.model_names
+    names = [*app.state.service.names, *(adapter.name for adapter in app.state.service.engine.list_loras())]
     if name is not None and name not in names:
         message = f'the model "{name}" is not served here.{did_you_mean(name, names)} Served: {", ".join(names)}'
         raise errors.ApiError(404, message, code="model_not_found", param="model")
 
 
 async def list_models(request: Request) -> Response:
-    return reply(protocol.ModelList([model_card(request.app, name) for name in request.app.state.model_names]))
+    service = request.app.state.service
+    cards = [model_card(request, name) for name in service.names]
+    return reply(protocol.ModelList(cards + [lora.adapter_card(request, a) for a in service.engine.list_loras()]))
 
 
 async def get_model(request: Request) -> Response:
     name = request.path_params["model"]
     check_model(request.app, name)
-    return reply(model_card(request.app, name))
+    return reply(model_card(request, name))
 
 
-def model_card(app: Starlette, name: str) -> protocol.ModelCard:
-    engine = app.state.service.engine
+def model_card(request: Request, name: str) -> protocol.ModelCard:
+    state = request.app.state
+    engine = state.service.engine
+    for adapter in engine.list_loras():
+        if adapter.name == name:
+            return lora.adapter_card(request, adapter)
     root = engine.config.model.path
-    return protocol.ModelCard(id=name, created=app.state.created, root=root, max_model_len=engine.max_model_len)
+    return protocol.ModelCard(id=name, created=state.created, root=root, max_model_len=engine.max_model_len)
 
 
 async def health(request: Request) -> Response:
@@ -124,6 +132,22 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/v1/models", list_models, "The names that `model` may have", protocol.ModelList),
     Endpoint("GET", "/v1/models/{model:path}", get_model, "One model", protocol.ModelCard),
+    Endpoint(
+        "POST",
+        "/v1/load_lora_adapter",
+        lora.load_lora_adapter,
+        "Load a LoRA adapter, if the server has a --lora-dir",
+        protocol.ModelCard,
+        protocol.LoadAdapter,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/unload_lora_adapter",
+        lora.unload_lora_adapter,
+        "Forget a LoRA adapter; requests that live go on",
+        protocol.ModelDeleted,
+        protocol.UnloadAdapter,
+    ),
     Endpoint("GET", "/health", health, "200 while the engine runs, 503 after", protocol.Health),
     Endpoint("GET", "/version", version, "The server's version", protocol.Version),
     Endpoint("GET", "/metrics", metrics, "Prometheus metrics"),
@@ -175,8 +199,13 @@ def create_app(
     model_names: Sequence[str],
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    tool_parser: type[ToolParser] | None = HermesParser,
+    lora_dirs: Sequence[Path] = (),
 ) -> Starlette:
-    """`metrics` must be an observer of `engine`. The app closes the engine when it shuts down."""
+    """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
+
+    lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -191,8 +220,9 @@ def create_app(
     )
     app.add_middleware(Guard, api_key=api_key, metrics=metrics)
     metrics.stats = engine.stats
-    app.state.service = Service(engine, metrics, model_names[0])
-    app.state.model_names = list(model_names)
+    engine.watchers.append(metrics)
+    app.state.service = Service(engine, metrics, list(model_names), tool_parser)
+    app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
     app.state.created = int(time.time())
     return app

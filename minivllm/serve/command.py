@@ -12,8 +12,10 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from minivllm import waiting
 from minivllm.cli import (
     Parser,
     add_engine_options,
@@ -21,12 +23,13 @@ from minivllm.cli import (
     fail,
     interrupts_end_at_once,
     print_table,
-    recorders,
 )
-from minivllm.config import DEFAULT_MODEL
+from minivllm.config import DEFAULT_MODEL, EngineConfig
+from minivllm.serve.tools import TOOL_PARSERS, choose
 
 if TYPE_CHECKING:
     from minivllm.engine.async_llm import AsyncLLM
+    from minivllm.serve.tools import Choice
 
 EXAMPLES = """examples:
   python -m minivllm.serve                                        the default model, on http://127.0.0.1:8000
@@ -41,7 +44,7 @@ then:
 
 def main(argv: Sequence[str], prog: str = "python -m minivllm serve") -> int:
     args = parser(prog).parse_args(argv)
-    options = engine_options(args)
+    options = lora_options(args, engine_options(args))
     listener = bind(args.host, args.port)
     with listener:
         return serve(args, options, listener)
@@ -55,12 +58,51 @@ def parser(prog: str) -> Parser:
     group.add_argument("--port", default=8000, type=int, help="0: any free one (8000)")
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests call it (--model)")
     group.add_argument("--api-key", metavar="KEY", help="require this bearer token on /v1 (none)")
+    parsers = ("auto", *TOOL_PARSERS.names())
+    group.add_argument(
+        "--tool-call-parser",
+        choices=parsers,
+        default="auto",
+        metavar="NAME",
+        help=f"how the model writes tool calls: {', '.join(parsers)} (auto: as its chat template does)",
+    )
+    group.add_argument(
+        "--lora", action="append", default=[], metavar="NAME=FOLDER", help="load a LoRA adapter; may be repeated"
+    )
+    group.add_argument(
+        "--lora-dir",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        type=Path,
+        help="let clients load and unload adapters of this folder: /v1/load_lora_adapter (off)",
+    )
     levels = ("debug", "info", "warning", "error")
     group.add_argument(
         "--log-level", choices=levels, default="info", metavar="LEVEL", help=f"{', '.join(levels)} (info)"
     )
     add_engine_options(parser)
     return parser
+
+
+def lora_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options with what --lora and --lora-dir ask for. Exits if they cannot be followed."""
+    adapters = {}
+    for given in args.lora:
+        name, eq, folder = given.partition("=")
+        if not (name and eq and folder):
+            fail(f"--lora takes NAME=FOLDER, got {given}")
+        if name in adapters or name in (args.served_model_name or [options.get("model", DEFAULT_MODEL)]):
+            fail(f"--lora {given}: {name} is the name of another adapter, or of the model")
+        adapters[name] = folder
+    for folder in args.lora_dir:
+        if not folder.is_dir():
+            fail(f"--lora-dir {folder}: no such folder")
+    if not adapters and not args.lora_dir:
+        return options
+    lora = {"lora.enabled": True, "lora.adapters": adapters}
+    EngineConfig.build(options["preset"], {**options["overrides"], **lora})
+    return {**options, "overrides": {**options["overrides"], **lora}}
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -105,6 +147,7 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
     model = options.get("model", DEFAULT_MODEL)
     print(f"Loading {model} ...", flush=True)
     names = args.served_model_name or [model]
+    waiting.settle()  # before torch, which the imports below may bring
     with interrupts_end_at_once():
         from minivllm.engine.async_llm import AsyncLLM
         from minivllm.engine.metrics import Metrics
@@ -112,13 +155,14 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
         from minivllm.serve.server import Server
 
         metrics = Metrics(names[0])
-        engine = AsyncLLM(observers=[metrics, *recorders(args.trace)], **options)
-    app = create_app(engine, metrics, names, api_key=args.api_key)
+        engine = AsyncLLM(**options)
+    tools = choose(args.tool_call_parser, engine.tokenizer)
+    app = create_app(engine, metrics, names, api_key=args.api_key, tool_parser=tools.parser, lora_dirs=args.lora_dir)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def announce() -> None:
-        report(engine, names, url)
+        report(engine, names, url, tools)
         print(f"\nReady in {time.perf_counter() - begin:.1f} s: {url}/v1   (Ctrl-C stops)", flush=True)
 
     try:
@@ -129,7 +173,7 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
         fail_in_use(host, port)
 
 
-def report(engine: AsyncLLM, names: Sequence[str], url: str) -> None:
+def report(engine: AsyncLLM, names: Sequence[str], url: str, tools: Choice) -> None:
     """One table: what is served, then each choice that was made for the user, with its reason."""
     info, config = engine.info, engine.config
     chosen = {decision.field: decision.reason for decision in engine.decisions}
@@ -139,7 +183,9 @@ def report(engine: AsyncLLM, names: Sequence[str], url: str) -> None:
         ("model", ", ".join(names), "" if names == [config.model.path] else config.model.path),
         ("attention backend", info["attention"], chosen.pop("runner.attention", "as configured")),
         ("dtype", info["dtype"], chosen.pop("model.dtype", "as configured")),
+        *(("adapter", adapter.name, f"rank {adapter.rank}, {adapter.path}") for adapter in engine.list_loras()),
         ("KV blocks", blocks, chosen.pop("kv.num_blocks", "as configured")),
+        ("tool calls", tools.name, tools.reason),
     ]
     rows += [decision for decision in engine.decisions if decision.field in chosen]
     print_table("minivllm", ("what", "value", "why"), rows)

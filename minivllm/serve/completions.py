@@ -10,7 +10,17 @@ from msgspec import UNSET, UnsetType
 
 from minivllm.engine.output import CompletionOutput, Logprob, RequestOutput
 from minivllm.errors import BadRequest
-from minivllm.serve.generation import Job, Prompt, Service, check_context, finite, new_id, prompt_logprobs, tokenize
+from minivllm.serve.generation import (
+    Job,
+    Prompt,
+    Service,
+    check_context,
+    finite,
+    new_id,
+    prompt_logprobs,
+    tokenize,
+    wants_tokens,
+)
 from minivllm.serve.protocol import Completion, CompletionChoice, CompletionRequest, LegacyLogprobs, Usage, now
 
 DEFAULT_MAX_TOKENS = 16
@@ -22,6 +32,8 @@ async def prepare(body: CompletionRequest, service: Service) -> tuple[Job, Compl
     if max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens=0 asks for nothing; with echo=true it scores the prompt", "max_tokens")
     params = body.sampling(max(1, max_tokens), body.logprobs)
+    if body.stream and params.selects:
+        raise BadRequest("best_of above n does not go with stream=true: the best are known at the end", "best_of")
     if body.echo and body.logprobs is not None:
         params = params.replace(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     prompts = [await as_prompt(item, service) for item in as_list(body.prompt)]
@@ -52,7 +64,7 @@ async def as_prompt(item: str | list[int], service: Service) -> Prompt:
 
 class CompletionShape:
     def __init__(self, id: str, service: Service, body: CompletionRequest):
-        self.id, self.model, self.body, self.created = id, service.model, body, now()
+        self.id, self.model, self.body, self.created = id, service.answers_as(body), body, now()
         self.tokenizer = service.engine.tokenizer
         self.offsets: dict[int, Offset] = defaultdict(Offset)  # by choice
         self.positions: dict[int, Positions] = {}  # prompt logprobs, by prompt
@@ -67,7 +79,10 @@ class CompletionShape:
             made.prompt_token_ids = prompt.token_ids
         return made
 
-    def delta(self, choice: int, out: CompletionOutput) -> CompletionChoice:
+    def deltas(self, choice: int, out: CompletionOutput) -> list[CompletionChoice]:
+        return [self._delta(choice, out)] if out.text or wants_tokens(self.body, out) else []
+
+    def _delta(self, choice: int, out: CompletionOutput) -> CompletionChoice:
         return CompletionChoice(
             index=choice, text=out.text, logprobs=self._logprobs(choice, out), token_ids=self._token_ids(out)
         )
@@ -76,7 +91,7 @@ class CompletionShape:
         return CompletionChoice(index=choice, finish_reason=out.finish_reason, stop_reason=out.stop_reason)
 
     def whole(self, choice: int, prompt: Prompt, output: RequestOutput, out: CompletionOutput) -> CompletionChoice:
-        opening, made = self.opening(choice, prompt, output), self.delta(choice, out)
+        opening, made = self.opening(choice, prompt, output), self._delta(choice, out)
         made.finish_reason, made.stop_reason = out.finish_reason, out.stop_reason
         if opening is not None:
             made.text = opening.text + made.text
@@ -113,14 +128,22 @@ class CompletionShape:
         """hidden: tokens that the text does not show. A prompt's first token has no log-probability."""
         legacy = LegacyLogprobs()
         for token, position in zip(tokens, positions, strict=True):
-            text = position[token].decoded_token if position else self.tokenizer.token_text(token)
-            likely = sorted(position.values(), key=lambda lp: -lp.logprob) if position else []
-            legacy.tokens.append(text)
+            likely = sorted(position.items(), key=lambda item: -item[1].logprob) if position else []
+            legacy.tokens.append(self._name(token))
             legacy.token_logprobs.append(finite(position[token].logprob) if position else None)
-            legacy.top_logprobs.append({lp.decoded_token: finite(lp.logprob) for lp in likely} or None)
+            legacy.top_logprobs.append({self._name(t): finite(lp.logprob) for t, lp in likely} or None)
             shown = b"" if token in hidden else self.tokenizer.token_bytes(token)
             legacy.text_offset.append(self.offsets[choice].advance(shown))
         return legacy
+
+    def _name(self, token: int) -> str:
+        """The token's text. A part of a character is named as OpenAI does, "bytes:\\xe2": as U+FFFD, all such tokens
+        would be one key of top_logprobs."""
+        data = self.tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class Offset:

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from minivllm.errors import BadRequest, EngineDead, NeverFits
+from minivllm.errors import BadRequest, EngineDead, NeverFits, UnknownAdapter
 from minivllm.registry import did_you_mean
 from minivllm.serve.protocol import ErrorBody, ErrorDetail
 
@@ -44,6 +44,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, NeverFits):
         return context_length(str(error), error.param)
+    if isinstance(error, UnknownAdapter):
+        return ApiError(404, str(error), code="model_not_found", param=error.param)
     if isinstance(error, BadRequest):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, ClientDisconnect):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from minivllm.errors import BadRequest
 from minivllm.request import SamplingParams
 from minivllm.serve import errors
 from minivllm.serve.protocol import PromptLogprob, PromptLogprobs, Sampling, Usage
+from minivllm.serve.tools.parsers import ToolParser
 
 LONG_TEXT = 20_000  # characters
 DONE = b"data: [DONE]\n\n"
@@ -44,7 +45,19 @@ class Service:
 
     engine: AsyncLLM
     metrics: Metrics
-    model: str  # the name that answers bear
+    names: Sequence[str]  # of the model; answers bear the first
+    tool_parser: type[ToolParser] | None = None  # None: this model's calls cannot be read
+
+    @property
+    def model(self) -> str:
+        return self.names[0]
+
+    def adapter_of(self, body: Sampling) -> str:
+        """The LoRA adapter that a request's `model` names; "" for the model itself. The engine knows if it is there."""
+        return "" if body.model is None or body.model in self.names else body.model
+
+    def answers_as(self, body: Sampling) -> str:
+        return self.adapter_of(body) or self.model
 
 
 @dataclass(slots=True)
@@ -91,6 +104,7 @@ class Job:
             priority=self.body.priority or 0,
             cache_salt=self.body.cache_salt or "",
             output_kind=kind,
+            lora_request=self.service.adapter_of(self.body) or None,
         )
 
     def _count(self, prompt: int, output: RequestOutput) -> None:
@@ -110,7 +124,7 @@ class Shape(Protocol):
     """One endpoint's JSON. An object serves one job, so it may remember what it has sent of each choice."""
 
     def opening(self, choice: int, prompt: Prompt, output: RequestOutput) -> Struct | None: ...
-    def delta(self, choice: int, out: CompletionOutput) -> Struct: ...
+    def deltas(self, choice: int, out: CompletionOutput) -> list[Struct]: ...
     def ending(self, choice: int, out: CompletionOutput) -> Struct: ...
     def whole(self, choice: int, prompt: Prompt, output: RequestOutput, out: CompletionOutput) -> Struct: ...
 
@@ -140,7 +154,6 @@ async def events(job: Job, shape: Shape) -> AsyncIterator[bytes]:
     opened: set[int] = set()
     with_usage = bool(job.body.stream_options and job.body.stream_options.include_usage)
     null = None if with_usage else UNSET
-    silent = job.params.logprobs is None and not job.body.return_token_ids  # tokens without text need no event
     async with aclosing(job.outputs("delta")) as stream:
         async for i, output in stream:
             for out in output.outputs:
@@ -149,13 +162,18 @@ async def events(job: Job, shape: Shape) -> AsyncIterator[bytes]:
                     opened.add(choice)
                     if (opening := shape.opening(choice, job.prompts[i], output)) is not None:
                         yield event(shape.wrap([opening], null))
-                if out.text or (out.token_ids and not silent):
-                    yield event(shape.wrap([shape.delta(choice, out)], null))
+                for delta in shape.deltas(choice, out):
+                    yield event(shape.wrap([delta], null))
                 if out.finish_reason is not None:
                     yield event(shape.wrap([shape.ending(choice, out)], null))
     if with_usage:
         yield event(shape.wrap([], job.usage))
     yield DONE
+
+
+def wants_tokens(body: Sampling, out: CompletionOutput) -> bool:
+    """Tokens without text need no event, unless they are asked for."""
+    return bool(out.token_ids) and (out.logprobs is not None or bool(body.return_token_ids))
 
 
 def event(data: Struct) -> bytes:

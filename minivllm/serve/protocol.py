@@ -18,6 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from minivllm.errors import BadRequest
 from minivllm.registry import did_you_mean
 from minivllm.request import MAX_LOGPROBS, SamplingParams
+from minivllm.serve.structured import structured_params
 
 T = TypeVar("T", bound="RequestBody")
 
@@ -46,6 +47,31 @@ class RequestBody(Struct, kw_only=True, forbid_unknown_fields=True):
 class StreamOptions(RequestBody):
     include_usage: Annotated[bool | None, doc("End the stream with a chunk that holds the usage.")] = None
     include_obfuscation: Annotated[bool | None, accepted()] = None
+
+
+class JSONSchema(RequestBody):
+    name: Annotated[str, accepted("OpenAI requires it.")]
+    schema: Annotated[Any, doc("The JSON Schema of the answer.")] = None
+    description: Annotated[str | None, accepted()] = None
+    strict: Annotated[bool | None, accepted("An answer is always held to its schema.")] = None
+
+
+class ResponseFormat(RequestBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredOutputs(RequestBody):
+    json: Annotated[Any, doc("A JSON Schema, as an object or as its text.")] = None
+    json_object: Annotated[bool | None, doc("Any JSON object.")] = None
+    regex: Annotated[str | None, doc("A regular expression, of the whole output.")] = None
+    choice: Annotated[list[str] | None, doc("One of these.")] = None
+    grammar: Annotated[str | None, doc("EBNF in llama.cpp's notation.")] = None
+    disable_any_whitespace: Annotated[bool | None, doc("JSON on one line.")] = None
+    structural_tag: Annotated[Any, refused("structural tags")] = None
+    whitespace_pattern: Annotated[Any, refused("see disable_any_whitespace")] = None
+    disable_additional_properties: Annotated[Any, refused("say additionalProperties in the schema", False)] = None
+    disable_fallback: Annotated[Any, refused("the server chooses its backend: structured.backend", False)] = None
 
 
 class Sampling(RequestBody, kw_only=True):
@@ -81,14 +107,21 @@ class Sampling(RequestBody, kw_only=True):
     priority: Annotated[Int32 | None, doc("vLLM's. Smaller is served earlier, with scheduler.policy=priority.")] = None
     cache_salt: Annotated[str | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
 
-    structured_outputs: Annotated[Any, refused("structured output")] = None
+    response_format: Annotated[ResponseFormat | None, doc("Hold the answer to JSON, or to a JSON Schema.")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, doc("vLLM's: what the output must look like.")] = None
+    guided_json: Annotated[Any, doc("vLLM's older name of structured_outputs.json.")] = None
+    guided_regex: Annotated[str | None, doc("vLLM's older name of structured_outputs.regex.")] = None
+    guided_choice: Annotated[list[str] | None, doc("vLLM's older name of structured_outputs.choice.")] = None
+    guided_grammar: Annotated[str | None, doc("vLLM's older name of structured_outputs.grammar.")] = None
+    guided_decoding_backend: Annotated[Any, refused("the server chooses its backend: structured.backend")] = None
+    guided_whitespace_pattern: Annotated[Any, refused("see structured_outputs.disable_any_whitespace")] = None
     use_beam_search: Annotated[Any, refused("beam search", False)] = None
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Raises BadRequest, naming the field, for a value that SamplingParams does not admit."""
         names = set(SamplingParams.__struct_fields__) & set(self.__struct_fields__) - {"max_tokens", "logprobs"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured=structured_params(self), **given)
 
 
 class ContentPart(RequestBody):
@@ -101,19 +134,72 @@ class ContentPart(RequestBody):
     prompt_cache_breakpoint: Annotated[Any, accepted("Every full block of a prompt is cached.")] = None
 
 
+class CalledFunction(RequestBody):
+    name: str
+    arguments: Annotated[str, doc("A JSON object, as text.")]
+
+
+class CalledTool(RequestBody):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: Annotated[int | None, accepted("Clients that put a stream together leave it in.")] = None
+
+
 class Message(RequestBody):
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"],
-        doc("developer is read as system; tool and function are refused, as tools are."),
+        doc("developer is read as system; function, the older name of tool, is refused."),
     ]
     content: str | list[ContentPart] | None = None
     name: Annotated[str | None, doc("Handed to the chat template.")] = None
     refusal: Annotated[str | None, accepted()] = None
     annotations: Annotated[list[Any] | None, accepted()] = None
-    tool_calls: Annotated[Any, refused("tool calling", [])] = None
-    tool_call_id: Annotated[Any, refused("tool calling")] = None
-    function_call: Annotated[Any, refused("tool calling")] = None
+    tool_calls: Annotated[list[CalledTool] | None, doc("The assistant's.")] = None
+    tool_call_id: Annotated[str | None, doc('Of the call that this message of role "tool" answers.')] = None
+    function_call: Annotated[Any, refused("OpenAI has replaced it by tool_calls")] = None
     audio: Annotated[Any, refused("this server's models write text only")] = None
+
+
+class Function(RequestBody):
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$", description="Letters, digits, _ and -; 64 at most.")]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, doc("The arguments' JSON schema, of an object; null: none.")] = None
+    strict: Annotated[
+        bool | None,
+        accepted('Forced calls (tool_choice "required" or a name) always follow the schema, others need not.'),
+    ] = None
+
+
+class Tool(RequestBody):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(RequestBody):
+    name: str
+
+
+class NamedTool(RequestBody, tag_field="type", tag="function"):
+    """This function is called."""
+
+    function: FunctionName
+
+
+class FunctionReference(RequestBody):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ToolSubset(RequestBody):
+    mode: Literal["auto", "required"]
+    tools: list[FunctionReference]
+
+
+class AllowedTools(RequestBody, tag_field="type", tag="allowed_tools"):
+    """Only these are offered."""
+
+    allowed_tools: ToolSubset
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -127,6 +213,12 @@ class ChatRequest(Sampling, kw_only=True):
         None
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, doc("vLLM's: variables for the chat template.")] = None
+    tools: Annotated[list[Tool] | None, doc("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
+        doc("null: auto if there are tools. With none the model is not told of them."),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, doc("false: one call at most.")] = None
 
     metadata: Annotated[dict[str, str] | None, accepted()] = None
     store: Annotated[bool | None, accepted("Nothing is ever stored.")] = None
@@ -135,13 +227,9 @@ class ChatRequest(Sampling, kw_only=True):
     prompt_cache_key: Annotated[str | None, accepted("Prompts are matched by content; see cache_salt.")] = None
     prompt_cache_options: Annotated[Any, accepted()] = None
     prompt_cache_retention: Annotated[str | None, accepted()] = None
-    parallel_tool_calls: Annotated[bool | None, accepted("There are no tools.")] = None
 
-    tools: Annotated[Any, refused("tool calling", [])] = None
-    tool_choice: Annotated[Any, refused("tool calling", "none")] = None
-    functions: Annotated[Any, refused("tool calling", [])] = None
-    function_call: Annotated[Any, refused("tool calling", "none")] = None
-    response_format: Annotated[Any, refused("structured output", {"type": "text"})] = None
+    functions: Annotated[Any, refused("OpenAI has replaced it by tools", [])] = None
+    function_call: Annotated[Any, refused("OpenAI has replaced it by tool_choice", "none")] = None
     modalities: Annotated[Any, refused("only text is written", ["text"])] = None
     audio: Annotated[Any, refused("only text is written")] = None
     prediction: Annotated[Any, refused("predicted outputs")] = None
@@ -157,7 +245,21 @@ class CompletionRequest(Sampling, kw_only=True):
     echo: Annotated[bool | None, doc("Begin the text with the prompt.")] = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Annotated[Any, refused("filling in the middle", "")] = None
-    best_of: Annotated[Any, refused("all answers are returned, so ask for n", 1)] = None
+    best_of: Annotated[
+        Positive | None, doc("Generate so many, return the n likeliest, best first. Above n not with stream.")
+    ] = None
+
+
+class LoadAdapter(RequestBody):
+    lora_name: Annotated[str, doc("What requests put in `model`.")]
+    lora_path: Annotated[str, doc("A folder in PEFT's format, below one of the server's --lora-dir folders.")]
+    load_inplace: Annotated[Any, refused("unload the adapter of this name first", False)] = None
+    base_model_name: Annotated[str | None, accepted("There is one base model.")] = None
+
+
+class UnloadAdapter(RequestBody):
+    lora_name: str
+    lora_int_id: Annotated[Any, refused("adapters are unloaded by name")] = None
 
 
 def parse(data: bytes, kind: type[T]) -> T:
@@ -199,19 +301,17 @@ def _bad_field(text: str, kind: type[Struct]) -> BadRequest:
     what, _, where = text.partition(" - at ")
     where = where.rpartition("`$")[2].strip("`.")
     if "unknown field" not in what:
-        field = where or (what.split("`")[1] if "missing required" in what else None)
+        missing = what.split("`")[1] if "missing required" in what else ""
+        field = ".".join(filter(None, [where, missing])) or None
         return BadRequest(f"{where or 'the body'}: {what.replace('`', '')}", field)
     name = what.split("`")[1]
-    known = {
-        f
-        for struct in ([kind] if not where else (StreamOptions, Message, ContentPart))
-        for f in struct.__struct_fields__
-    }
+    known = {f for struct in ([kind] if not where else RequestBody.__subclasses__()) for f in struct.__struct_fields__}
     full = f"{where}.{name}".strip(".")
     return BadRequest(f'unknown field "{full}".{did_you_mean(name, sorted(known))}', full)
 
 
-_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)}
+REQUESTS = (ChatRequest, CompletionRequest, LoadAdapter, UnloadAdapter)
+_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in REQUESTS}
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
@@ -261,10 +361,22 @@ class PromptLogprob(Struct):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
+class FunctionCall(Struct):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -293,9 +405,24 @@ class ChatCompletion(Answer, kw_only=True):
     choices: list[ChatChoice]
 
 
+class FunctionDelta(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct):
+    """The first of a call has its id, type and name; all have a piece of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):
@@ -342,11 +469,18 @@ class ModelCard(Struct, kw_only=True):
     owned_by: str = "minivllm"
     root: str
     max_model_len: int
+    parent: str | None = None  # of a LoRA adapter: the model that it changes
 
 
 class ModelList(Struct):
     data: list[ModelCard]
     object: Literal["list"] = "list"
+
+
+class ModelDeleted(Struct):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: bool = True
 
 
 class ErrorDetail(Struct):

@@ -19,6 +19,13 @@ def spec(num_heads=6, num_kv_heads=2, head_size=16, window=None, soft_cap=None) 
     return AttentionSpec(num_heads, num_kv_heads, head_size, 1 / math.sqrt(head_size), window, soft_cap)
 
 
+def quantised(x: Tensor) -> Tensor:
+    """x [n, heads, D] through 8 bits and a scale for each token and head: the twin of kernels/cpu's quantise()."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    return torch.round(x.float() * inverse) * (largest / 127)
+
+
 @dataclass
 class Case:
     """Requests as (tokens computed earlier, tokens of this step), each with its whole q, k and v."""
@@ -31,6 +38,7 @@ class Case:
     padding: int = 0  # dummy token rows at the end
     spare_columns: int = 0  # by which the block table is wider than needed
     seed: int = 0
+    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -67,6 +75,7 @@ class Case:
             block_tables=self.tables[list(spans)],
             sample_tokens=query_start[1:].astype(np.int64) - 1,
             sample_requests=np.arange(len(spans)),
+            draft_tokens=np.full(len(spans), -1),
             num_tokens=len(slots),
             max_query=int(np.diff(query_start).max()),
             max_seq=max(end for _, end in spans.values()),
@@ -86,11 +95,18 @@ class Case:
 
     @property
     def kv_spec(self) -> KVSpec:
-        return KVSpec(1, self.spec.num_kv_heads, self.spec.head_size, self.block_size, self.dtype)
+        dtype = self.kv_dtype or self.dtype
+        return KVSpec(1, self.spec.num_kv_heads, self.spec.head_size, self.block_size, dtype)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """K or V [n, heads, D] as the cache gives it back."""
+        return quantised(x) if self.kv_dtype == torch.int8 else x
 
     def cache(self, backend) -> Tensor:
         """A cache that is NaN wherever no request has written, and holds what was computed earlier."""
-        kv = torch.full(backend.kv_shape(self.num_blocks + 1), torch.nan, dtype=self.dtype)
+        dtype = self.kv_spec.dtype
+        empty = -1 if dtype == torch.int8 else torch.nan  # four bytes of -1 are a scale of NaN
+        kv = torch.full(backend.kv_shape(self.num_blocks + 1), empty, dtype=dtype)
         earlier = {r: (0, computed) for r, (computed, _) in enumerate(self.requests) if computed}
         if earlier:
             q, k, v = self.inputs(earlier)
@@ -107,7 +123,8 @@ class Case:
 
     def expected(self) -> Tensor:
         """[T, heads, head_size] float64, query by query."""
-        return torch.cat([self._expected(*qkv, *span) for qkv, span in zip(self.qkv, self.now.values(), strict=True)])
+        spans = zip(self.qkv, self.now.values(), strict=True)
+        return torch.cat([self._expected(q, self.kept(k), self.kept(v), *span) for (q, k, v), span in spans])
 
     def _expected(self, q: Tensor, k: Tensor, v: Tensor, begin: int, end: int) -> Tensor:
         group = self.spec.num_heads // self.spec.num_kv_heads

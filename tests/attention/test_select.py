@@ -6,11 +6,13 @@ import pytest
 import torch
 from attention.batches import CPU, spec
 
+from minivllm.attention.cpu import CPUAttention
 from minivllm.attention.reference import ReferenceAttention
 from minivllm.attention.sdpa import SDPAAttention
 from minivllm.attention.select import choose
 from minivllm.errors import ConfigError
 from minivllm.features import ATTENTION
+from minivllm.kernels.cpu import build
 from minivllm.registry import Registry
 
 
@@ -20,15 +22,31 @@ class NeedsTensorCores(ReferenceAttention):
         return f"it needs tensor cores, {device.type} has none"
 
 
-def test_auto_on_the_cpu_is_sdpa_with_a_reason():
+NO_COMPILER = "no compiler on the PATH"
+
+
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setattr(build, "obstacle", lambda: NO_COMPILER)
+
+
+@pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+def test_auto_on_the_cpu_is_the_compiled_kernels():
+    backend, choice = choose("auto", CPU, [spec()], ATTENTION)
+    assert backend is CPUAttention
+    assert choice.name == "cpu" and "preferred to sdpa, reference" in choice.reason
+
+
+def test_auto_without_a_compiler_is_sdpa_and_says_why(without_compiler):
     backend, choice = choose("auto", CPU, [spec()], ATTENTION)
     assert backend is SDPAAttention
     assert choice.name == "sdpa"
+    assert f"cpu off: {NO_COMPILER}" in choice.reason
     assert "reference" in choice.reason
     assert "soft-capped" not in choice.reason
 
 
-def test_the_reason_says_when_layers_leave_the_fused_kernel():
+def test_the_reason_says_when_layers_leave_the_fused_kernel(without_compiler):
     _, choice = choose("auto", CPU, [spec(), spec(soft_cap=30.0)], ATTENTION)
     assert "soft-capped" in choice.reason
 
@@ -56,6 +74,17 @@ def test_a_backend_whose_package_is_missing_is_refused_not_raised():
     registry = Registry("runner.attention", {"flash": "a_package_that_is_missing.flash:Flash"})
     with pytest.raises(ConfigError, match="No module named 'a_package_that_is_missing'"):
         choose("flash", CPU, [spec()], registry)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_a_backend_that_cannot_read_an_int8_cache_is_refused(name):
+    with pytest.raises(ConfigError, match="int8"):
+        choose(name, CPU, [spec()], ATTENTION, torch.int8)
+
+
+def test_int8_without_a_compiler_is_refused_with_the_way_out(without_compiler):
+    with pytest.raises(ConfigError, match=f"{NO_COMPILER}.*sdpa off: .*int8.*Choose kv.dtype=auto"):
+        choose("auto", CPU, [spec()], ATTENTION, torch.int8)
 
 
 def test_an_unknown_name_suggests_the_nearest():

@@ -13,6 +13,8 @@ BENCH = Path(__file__).parent.parent.parent / "bench"
 sys.path.insert(0, str(BENCH))  # only while importing: bench/attention.py would hide tests/attention
 
 import ablate  # noqa: E402
+import comparisons  # noqa: E402
+import drive  # noqa: E402
 import latency  # noqa: E402
 import plots  # noqa: E402
 
@@ -120,16 +122,16 @@ def configs(a: dict | None = None) -> tuple[EngineConfig, EngineConfig]:
 
 def test_the_path_leads_from_a_to_b_one_switch_at_a_time_in_the_order_of_the_table():
     a, b = configs()
-    path = [c for c in ablate.plan_comparisons(a, b)[0] if c.kind == "path"]
+    path = [c for c in comparisons.plan_comparisons(a, b)[0] if c.kind == "path"]
     assert [c.switch.name for c in path] == ["chunked_prefill", "prefix", "inputs", "kv.block_size"]
     assert path[0].a == a and path[-1].b == b
     assert all(before.b == after.a for before, after in zip(path, path[1:], strict=False))
-    assert all(len(ablate.switches(c.a, c.b)) == 1 for c in path)
+    assert all(len(comparisons.switches(c.a, c.b)) == 1 for c in path)
 
 
 def test_alone_takes_one_switch_out_of_b():
     a, b = configs()
-    alone = [c for c in ablate.plan_comparisons(a, b)[0] if c.kind == "alone"]
+    alone = [c for c in comparisons.plan_comparisons(a, b)[0] if c.kind == "alone"]
     assert len(alone) == len(A)
     for comparison in alone:
         assert comparison.b == b
@@ -138,44 +140,56 @@ def test_alone_takes_one_switch_out_of_b():
 
 
 def test_one_difference_is_one_comparison_on_its_own_workload():
-    ((comparison,), skipped) = ablate.plan_comparisons(*configs({"kv.prefix": "none"}))
+    ((comparison,), skipped) = comparisons.plan_comparisons(*configs({"kv.prefix": "none"}))
     assert (comparison.kind, comparison.workload, comparison.switch.metric) == ("whole", "shared_prefix", "ttft_p50")
     assert not skipped
 
 
 def test_equal_configurations_are_refused():
     with pytest.raises(ConfigError, match="equal"):
-        ablate.plan_comparisons(*configs({}))
+        comparisons.plan_comparisons(*configs({}))
 
 
-def test_switches_that_conflict_half_way_go_together(monkeypatch):
+def test_a_switch_that_conflicts_with_what_comes_later_waits_for_it(monkeypatch):
     conflict = Conflict(("chunked_prefill", True), ("prefix", "none"), "for this test")
     monkeypatch.setattr("minivllm.config.CONFLICTS", (conflict,))
-    comparisons, skipped = ablate.plan_comparisons(*configs())
-    path = [c for c in comparisons if c.kind == "path"]
-    assert [c.switch.name for c in path] == ["chunked_prefill + prefix", "inputs", "kv.block_size"]
+    found, skipped = comparisons.plan_comparisons(*configs())
+    path = [c for c in found if c.kind == "path"]
+    assert [c.switch.name for c in path] == ["prefix", "chunked_prefill", "inputs", "kv.block_size"]
     assert path[-1].b == configs()[1]
     assert not skipped
-    alone = [c for c in comparisons if c.kind == "alone"]
+    alone = [c for c in found if c.kind == "alone"]
     assert [c.switch.name for c in alone][:2] == ["chunked_prefill", "prefix + chunked_prefill"]
     assert alone[1].workload == "shared_prefix"  # the switch's own
+
+
+def test_switches_that_need_each_other_go_together(monkeypatch):
+    either = Conflict(("chunked_prefill", True), ("prefix", "none"), "for this test")
+    other = Conflict(("chunked_prefill", False), ("prefix", "hash"), "for this test")
+    monkeypatch.setattr("minivllm.config.CONFLICTS", (either, other))
+    path = [c for c in comparisons.plan_comparisons(*configs())[0] if c.kind == "path"]
+    assert [c.switch.name for c in path] == ["inputs", "kv.block_size", "chunked_prefill + prefix"]
+    assert path[-1].b == configs()[1]
 
 
 def test_what_cannot_be_compared_is_said(monkeypatch):
     a, b = configs({"kv.prefix": "none", "kv.block_size": 8})
     conflict = Conflict(("inputs", "persistent"), ("prefix", "none"), "for this test")
     monkeypatch.setattr("minivllm.config.CONFLICTS", (conflict,))
-    _, skipped = ablate.plan_comparisons(a, b)
+    _, skipped = comparisons.plan_comparisons(a, b)
     assert len(skipped) == 1 and "prefix" in skipped[0] and "for this test" in skipped[0]
 
 
 # ---------------------------------------------------------------------------------------- a run
 
 
+SMALL = ["--quick", "--model", "dummy:tiny", "--scale", "0.1"]
+
+
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("ablate") / "ablate-test.json"
-    args = ["--quick", "--virtual", "--repetitions", "2", "--num-requests", "4", "--scale", "0.1", "--out", str(out)]
+    args = [*SMALL, "--virtual", "--repetitions", "2", "--out", str(out)]
     assert ablate.main([*args, "--set-a", "kv.prefix=none", "--set-a", "runner.inputs=rebuild"]) == 0
     return out
 
@@ -197,20 +211,7 @@ def test_a_run_measures_every_metric_in_every_repetition(result):
 
 def test_virtual_time_makes_the_same_plans_again(result, tmp_path):
     out = tmp_path / "again.json"
-    args = [
-        "--quick",
-        "--virtual",
-        "--repetitions",
-        "2",
-        "--num-requests",
-        "4",
-        "--scale",
-        "0.1",
-        "--out",
-        str(out),
-        "--kinds",
-        "whole",
-    ]
+    args = [*SMALL, "--virtual", "--repetitions", "2", "--out", str(out), "--kinds", "whole"]
     ablate.main([*args, "--set-a", "kv.prefix=none", "--set-a", "runner.inputs=rebuild"])
     first, again = (json.loads(path.read_text())["results"]["rows"][0]["values"] for path in (result, out))
     for name in ("kv_used", "preemptions", "stall_steps", "num_steps"):
@@ -219,14 +220,28 @@ def test_virtual_time_makes_the_same_plans_again(result, tmp_path):
 
 def test_real_time_counts_the_wait_from_when_the_workload_wanted_the_request(tmp_path):
     out = tmp_path / "real.json"
-    args = ["--quick", "--repetitions", "1", "--num-requests", "3", "--rate", "30", "--out", str(out)]
+    args = ["--quick", "--model", "dummy:tiny", "--repetitions", "1", "--rate", "30", "--out", str(out)]
     assert ablate.main([*args, "--set-a", "kv.prefix=none", "--workload", "alpaca"]) == 0
     (row,) = json.loads(out.read_text())["results"]["rows"]
     assert min(row["values"]["a"]["ttft_p50"]) > 0
 
 
+@pytest.mark.parametrize("workload", ["beam", "parallel_sampling", "memory_pressure"])
+def test_sequences_of_one_prompt_are_driven_and_come_out_equal(workload, tmp_path):
+    out = tmp_path / "beams.json"
+    num = {"memory_pressure": "12"}.get(workload, "4")
+    args = ["--model", "dummy:tiny", "--scale", "0.1", "--num-requests", num, "--rate", "1000", "--repetitions", "1"]
+    assert ablate.main([*args, "--from", "v0", "--workload", workload, "--kinds", "whole", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["results"]["rows"]
+    assert row["outputs"]["num"] == (12 if workload == "memory_pressure" else 4 * 4)
+    for side in "ab":
+        assert row["values"][side]["ttft_p50"][0] < row["values"][side]["latency_p50"][0]
+        assert (row["values"][side]["preemptions"][0] > 0) == (workload == "memory_pressure")  # which needs few blocks
+
+
 def test_plots_and_table_are_written_beside_the_result(result):
-    written = plots.write(result)
+    written = [result.with_suffix(suffix) for suffix in (".png", ".svg", ".md")]  # by the one command
+    assert written == plots.write(result)
     assert [path.suffix for path in written] == [".png", ".svg", ".md"]
     png, svg, md = (path.read_bytes() for path in written)
     assert png.startswith(b"\x89PNG") and b"<svg" in svg
@@ -234,8 +249,8 @@ def test_plots_and_table_are_written_beside_the_result(result):
 
 
 def a_record(low: float, high: float, different: int = 0, repetitions: int = 5) -> dict:
-    switch = ablate.Switch("prefix", {"kv.prefix": ("none", "hash")}, "shared_prefix", "ttft_p50")
-    comparison = ablate.Comparison("whole", switch, *configs(), "shared_prefix")
+    switch = comparisons.Switch("prefix", {"kv.prefix": ("none", "hash")}, "shared_prefix", "ttft_p50")
+    comparison = comparisons.Comparison("whole", switch, *configs(), "shared_prefix")
     values = {
         "a": [dict.fromkeys(latency.METRICS, 1.0) for _ in range(repetitions)],
         "b": [dict.fromkeys(latency.METRICS, value) for value in np.linspace(low, high, repetitions)],
@@ -271,9 +286,14 @@ def test_a_pool_has_equal_memory_whatever_its_block_size():
     scenes = [ablate.draw("fixed", num_requests=3, scale=0.5)]
     sizes = []
     for block_size in (1, 16):
-        config = ablate.sized(EngineConfig.build(overrides={"kv.block_size": block_size}), scenes, None)
+        config = drive.sized(EngineConfig.build(overrides={"kv.block_size": block_size}), scenes, None)
         sizes.append(config.kv.num_blocks * block_size)
     assert 0 <= sizes[1] - sizes[0] <= 31  # rounded up to blocks, and one more
+
+
+def test_a_core_in_another_process_is_refused():
+    with pytest.raises(ConfigError, match="engine.core=process"):
+        drive.Side(EngineConfig.build("v1", {"engine.core": "process"}))
 
 
 def test_the_feature_table_names_workloads_and_metrics_that_exist():

@@ -27,12 +27,15 @@ def run(script: str, *args: str) -> dict:
 
 def test_host_measures_each_phase_with_each_input_builder(tmp_path):
     out = tmp_path / "results.jsonl"
-    args = ("--num-reqs", "1", "3", "--num-steps", "2", "--out", str(out))
-    rows = run("host.py", *args)["results"]["step_ms"]
+    args = ("--num-reqs", "1", "3", "--num-steps", "2", "--repetitions", "2", "--out", str(out))
+    results = run("host.py", *args)["results"]
+    rows = results["step_ms"]
     assert [(row["num_reqs"], row["inputs"]) for row in rows] == [
         (n, inputs) for n in (1, 3) for inputs in ("rebuild", "persistent")
     ]
     assert all(row[phase]["median"] > 0 for row in rows for phase in ("schedule", "prepare", "update", "trace"))
+    ratios = [(row["num_reqs"], row["prepare"]) for row in results["ratios"]]
+    assert [n for n, _ in ratios] == [1, 3] and all(0 < r["low"] <= r["ratio"] <= r["high"] for _, r in ratios)
     run("host.py", *args)
     assert len(out.read_text().splitlines()) == 2  # results are appended
 
@@ -48,3 +51,12 @@ def test_offline_compares_with_transformers_on_the_same_tokens():
     args = ("--num-reqs", "2", "--rounds", "1", "--input-len", "8", "--output-len", "4")
     (row,) = run("offline.py", *args)["results"]
     assert row["ratio"]["median"] > 0 and set(row["tokens_per_second"]) == {"minivllm", "transformers"}
+
+
+def test_spec_decode_compares_each_method_with_none():
+    args = ("--model", "dummy:tiny", "--rounds", "1", "--num-tokens", "12", "--threads", "1", "--only", "json", "story")
+    results = run("spec_decode.py", *args, "--dtype", "float32")["results"]
+    for name in ("json", "story"):
+        assert {"ms_per_token", "ngram", "suffix"} == results[name].keys()
+        assert results[name]["suffix"]["same"] == "1/1"
+    assert "copying, ngram" in results and "free, suffix" in results

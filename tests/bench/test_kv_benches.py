@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
+TINY = ("--model", "dummy:tiny", "--vocab", "256", "--set", "executor.num_threads=1")
 
 
 def run(script, *args):
@@ -33,3 +36,38 @@ def test_prefix_caching_without_hits_costs_little_beside_the_model():
     results = run("prefix.py", "--num-requests", "60", "--rounds", "3")
     assert results["overhead"]["hash"]["percent_of_model_time"]["median"] < 1
     assert set(results["lookup_and_eviction_us"]) == {"1000", "10000", "100000", "1000000"}
+
+
+def test_at_equal_memory_paging_holds_most_requests_at_once_and_the_longest_reservation_fewest():
+    results = run("equal_memory.py", *TINY, "--num-requests", "40", "--repetitions", "1")
+    at_once = [results["allocations"][name]["running"]["median"] for name in ("max", "pow2", "oracle", "paged")]
+    assert at_once == sorted(at_once) and at_once[-1] > 1.3 * at_once[-2] and results["outputs_that_differ"] == 0
+    assert results["paged_to"]["max"]["running"]["ratio"] == pytest.approx(at_once[3] / at_once[0], rel=1e-3)
+
+
+def test_swapping_and_recomputing_are_compared_for_each_block_size():
+    rows = run(
+        "swap.py",
+        *TINY,
+        "--num-requests",
+        "16",
+        "--pool-tokens",
+        "420",
+        "--repetitions",
+        "1",
+        "--block-sizes",
+        "4",
+        "64",
+    )
+    assert [row["block_size"] for row in rows] == [4, 64]
+    for row in rows:
+        assert row["outputs_that_differ"] == 0 and row["one_preemption_swap_to_recompute"]["ratio"] > 0
+        assert row["preemptions"].keys() == {"recompute", "swap"}
+    assert rows[0]["preemptions"]["swap"]["median"] > 0
+
+
+def test_sequences_of_one_prompt_share_its_blocks_and_beams_more_than_that():
+    args = ("--scale", "0.25", "--num-prompts", "3", "--shapes", "sharegpt", "--widths", "2", "4")
+    rows = {(row["kind"], row["width"]): row["saved_percent"] for row in run("sharing.py", *TINY, *args)}
+    assert 0 < rows["parallel", 2] < rows["parallel", 4] < rows["beam", 4]
+    assert rows["parallel", 2] < rows["beam", 2] < rows["beam", 4] < 75  # four sequences cannot share more

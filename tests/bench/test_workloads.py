@@ -93,3 +93,16 @@ def test_parallel_sampling_asks_for_several_outputs_of_a_prompt():
 def test_drawing_a_workload_imports_no_torch():
     code = "import sys, workloads; workloads.draw('sharegpt'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=BENCH, check=True)
+
+
+def test_sequences_of_one_prompt_count_it_once_and_each_output():
+    for name, width in (("parallel_sampling", {"n": 6}), ("beam", {"width": 6})):
+        for arrival in draw(name, **width).arrivals:
+            assert arrival.num_sequences == 6 == max(arrival.n, arrival.beam_width)
+            assert arrival.num_tokens == len(arrival.prompt_token_ids) + 6 * arrival.max_tokens
+
+
+def test_a_pool_holds_a_group_of_sequences_though_each_keeps_the_prompt():
+    scene = draw("beam", num_requests=1, width=6)
+    (arrival,) = scene.arrivals
+    assert scene.pool_tokens >= 6 * (len(arrival.prompt_token_ids) + arrival.max_tokens)

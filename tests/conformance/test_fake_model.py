@@ -12,7 +12,18 @@ from minivllm.errors import NeverFits
 from minivllm.features import CONFLICTS, FEATURES
 from minivllm.request import BeamSearchParams
 
-DATA_PLANE = ("attention", "forward", "compile", "executor")  # the fake model has its own
+# The fake model has its own.
+DATA_PLANE = [
+    "attention",
+    "kv_dtype",
+    "quantization",
+    "dense_copy",
+    "forward",
+    "compile",
+    "executor",
+    "core",
+    "structured",
+]
 AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
 
 
@@ -30,14 +41,15 @@ def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str,
             beam = BeamSearchParams(
                 beam_width=rng.choice((1, 2, 3)), max_tokens=params["max_tokens"], early_stopping=abort
             )
-            arrivals.append((at, f"r{i}", prompt, beam, abort, 0, ""))
+            arrivals.append((at, f"r{i}", prompt, beam, abort, 0, "", ""))
             continue
+        adapter = rng.choice(("", "a", "bb", "ccc")) if engine.config.lora.enabled else ""
         group = f"r{i}" if rng.random() < 0.3 and len(prompt) < 14 else ""
         for child in range(3 if group else 1):
-            arrivals.append((at, f"r{i}#{child}", prompt, params, abort, priority, group))
+            arrivals.append((at, f"r{i}#{child}", prompt, params, abort, priority, group, adapter))
     aborts = []
     for step in range(2000):
-        for _, req_id, prompt, params, abort, priority, group in (a for a in arrivals if a[0] == step):
+        for _, req_id, prompt, params, abort, priority, group, adapter in (a for a in arrivals if a[0] == step):
             try:
                 if isinstance(params, BeamSearchParams):
                     ids = engine.add_beams(req_id, prompt, params)
@@ -45,12 +57,12 @@ def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str,
                     if abort:
                         aborts.append((step + rng.randrange(6), ids))
                     continue
-                sampling = engine.add(req_id, prompt, priority=priority, group=group, **params)
+                sampling = engine.add(req_id, prompt, priority=priority, group=group, adapter=adapter, **params)
             except NeverFits:
                 together = group or isinstance(params, BeamSearchParams)
                 assert together and num_blocks_of(engine) < 100, "only a group may be too large, in a small pool"
                 continue
-            wanted[req_id] = oracle(prompt, sampling, engine.max_model_len)
+            wanted[req_id] = oracle(prompt, sampling, engine.max_model_len, adapter)
             if abort:
                 aborts.append((step + rng.randrange(6), [req_id]))
         for _, ids in [a for a in aborts if a[0] == step]:
@@ -72,6 +84,7 @@ def num_blocks_of(engine: FakeEngine) -> int:
 
 
 def assert_conforms(num_blocks: int, config: dict, seed: int = 0) -> None:
+    config = {"lora.max_loras": 2, **config}  # fewer than the workload has adapters, where it has any
     engine = FakeEngine(num_blocks, max_model_len=min(80, num_blocks * config.get("kv.block_size", 4)), **config)
     wanted = workload(engine, seed)
     assert {req_id: engine.tokens[req_id] for req_id in wanted} == wanted

@@ -27,6 +27,14 @@ def test_prompts_may_be_text_ids_or_dictionaries(llm):
     assert [o.prompt for o in outputs] == ["hello there", "hello there", None, None]
 
 
+def test_a_chat_tells_the_model_of_its_tools(llm):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    messages = [{"role": "user", "content": "Hi"}]
+    plain, told = (llm.chat(messages, GREEDY, use_tqdm=False, **kwargs)[0] for kwargs in ({}, {"tools": tools}))
+    decode = llm.get_tokenizer().decode
+    assert '"name": "f"' in decode(told.prompt_token_ids) and '"f"' not in decode(plain.prompt_token_ids)
+
+
 def test_a_list_of_ids_is_one_prompt_and_a_list_of_lists_is_several(llm):
     assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)) == 1
     assert len(llm.generate([[5, 6, 7], [5, 6]], GREEDY, use_tqdm=False)) == 2

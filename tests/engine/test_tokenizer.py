@@ -157,7 +157,8 @@ def test_templates_cannot_leave_their_sandbox_nor_change_the_messages():
 def test_tool_call_arguments_are_objects_for_the_template():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "ü<"}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert render("{{ messages[0].tool_calls[0].function.arguments | tojson }}", [message]) == '{"x": "ü<"}'
+    template = "{% if tools %}{% endif %}{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert render(template, [message]) == '{"x": "ü<"}'
     call["function"]["arguments"] = "{"
     with pytest.raises(BadRequest, match="not JSON"):
         render(CHATML, [message])
@@ -193,7 +194,9 @@ def test_templates_render_as_in_transformers(name):
     ours = with_template(TEMPLATES[name], {"eos_token": tiny.EOS})
     theirs = PreTrainedTokenizerFast(tokenizer_object=ours._tokenizer, eos_token=tiny.EOS)
     messages = [USER, {"role": "assistant", "content": " Grüße <b> \n"}, USER]
-    kwargs = {"tools": [{"name": "f", "description": "<ä>"}], "enable_thinking": True}
+    kwargs = {"enable_thinking": True}
+    if "tools" in TEMPLATES[name]:  # what ours does for the others: test_tool_prompt.py
+        kwargs["tools"] = [{"name": "f", "description": "<ä>"}]
     expected = theirs.apply_chat_template(
         messages, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True, **kwargs
     )

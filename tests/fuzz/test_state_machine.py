@@ -12,31 +12,31 @@ from minivllm.request import BeamSearchParams
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from((12, 16, 40)),
-        budget=st.sampled_from((1, 4, 7, 64)),
-        max_num_seqs=st.sampled_from((1, 3, 8)),
         kind=st.sampled_from(("unified", "phased")),
-        prefix=st.sampled_from(("none", "hash", "radix")),
-        preemption=st.sampled_from(("recompute", "swap", "auto")),
-        inputs=st.sampled_from(("rebuild", "persistent")),
-        policy=st.sampled_from(("fcfs", "priority")),
-        preempt_every=st.sampled_from((0, 3)),
-        fork=st.sampled_from(("share", "lookup")),
+        budget=st.sampled_from((1, 4, 7, 64)),
+        options=st.fixed_dictionaries(
+            {
+                "scheduler.max_num_seqs": st.sampled_from((1, 3, 8)),
+                "scheduler.policy": st.sampled_from(("fcfs", "priority")),
+                "kv.prefix": st.sampled_from(("none", "hash", "radix")),
+                "kv.preemption": st.sampled_from(("recompute", "swap", "auto")),
+                "kv.fork": st.sampled_from(("share", "lookup")),
+                "runner.inputs": st.sampled_from(("rebuild", "persistent")),
+                "debug.preempt_every": st.sampled_from((0, 3)),
+                # for the fake: no drafts, drafts, and drafts with lookahead
+                "spec_decode.method": st.sampled_from(("none", "ngram", "draft")),
+            }
+        ),
     )
-    def start(self, num_blocks, budget, max_num_seqs, kind, prefix, preemption, inputs, policy, preempt_every, fork):
+    def start(self, num_blocks, kind, budget, options):
         self.engine = FakeEngine(
             num_blocks,
             max_model_len=40,
             **{
+                **options,
                 "scheduler.kind": kind,
                 "scheduler.chunked_prefill": kind == "unified",
                 "scheduler.max_num_batched_tokens": budget if kind == "unified" else 64,
-                "kv.preemption": preemption,
-                "scheduler.max_num_seqs": max_num_seqs,
-                "kv.prefix": prefix,
-                "runner.inputs": inputs,
-                "scheduler.policy": policy,
-                "debug.preempt_every": preempt_every,
-                "kv.fork": fork,
             },
         )
         self.wanted = {}

@@ -48,6 +48,7 @@ def test_greedy_tokens_equal_transformers_in_fp32(oracle_model):
         {"kv.num_blocks": 60, "kv.block_size": 8},
         {"runner.inputs": "rebuild", "kv.prefix": "none", "debug.preempt_every": 3},
         {"runner.attention": "reference"},
+        {"runner.attention": "sdpa"},
         {**PRESETS["v0"].overrides, "kv.num_blocks": 60, "kv.block_size": 8, "kv.preemption": "swap"},
     ],
     ids=str,

@@ -23,12 +23,13 @@ def test_swapping_out_and_in_restores_every_byte(axis):
         assert torch.equal(layer.select(axis, 0), old.select(axis, 0))
 
 
-def test_what_goes_out_is_read_before_anything_comes_in_or_is_copied():
-    """One step may move a block out, bring another one into its place, and copy that one."""
-    device, host = [torch.arange(4.0)[:, None]], [torch.tensor([[10.0], [11.0]])]
-    BlockMoves(device, host, 0)(StepPlan(0, swap_out=[(1, 0)], swap_in=[(1, 1)], copies=[(1, 3)]))
-    assert host[0].flatten().tolist() == [1.0, 11.0]
-    assert device[0].flatten().tolist() == [0.0, 11.0, 2.0, 11.0]
+def test_what_goes_out_and_what_is_copied_is_read_before_anything_comes_in():
+    """One step may move a block out, copy another one whose owner has gone, and bring others into their places."""
+    device, host = [torch.arange(4.0)[:, None]], [torch.tensor([[10.0], [11.0], [12.0]])]
+    plan = StepPlan(0, swap_out=[(1, 0)], copies=[(2, 3)], swap_in=[(1, 1), (2, 2)])
+    BlockMoves(device, host, 0)(plan)
+    assert host[0].flatten().tolist() == [1.0, 11.0, 12.0]
+    assert device[0].flatten().tolist() == [0.0, 11.0, 12.0, 2.0]
 
 
 def test_a_step_without_moves_touches_nothing():

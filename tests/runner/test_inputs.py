@@ -33,16 +33,18 @@ class Both:
         self.num_compared += 1
         return fast
 
-    def append(self, batch, tokens):
-        self.persistent.append(batch, tokens)
-        self.rebuild.append(batch, tokens)
+    def append(self, batch, requests, tokens):
+        self.persistent.append(batch, requests, tokens)
+        self.rebuild.append(batch, requests, tokens)
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("budget, preempt_every", [(512, 0), (7, 0), (64, 3)])
-def test_persistent_equals_rebuild(seed, budget, preempt_every):
+@pytest.mark.parametrize("method", ["none", "suffix"])
+def test_persistent_equals_rebuild(seed, budget, preempt_every, method):
     rng = random.Random(seed)
     overrides = {"scheduler.max_num_batched_tokens": budget, "debug.preempt_every": preempt_every}
+    overrides["spec_decode.method"] = method
     engine = FakeEngine(24, max_model_len=40, **{"scheduler.max_num_seqs": 5, **overrides})
     engine.worker.inputs = both = Both(engine.worker.inputs)
     for i in range(40):
@@ -53,7 +55,7 @@ def test_persistent_equals_rebuild(seed, budget, preempt_every):
         if rng.random() < 0.2:
             engine.core.abort([str(rng.randrange(i + 1))])
     engine.run()
-    assert both.num_compared > 50
+    assert both.num_compared > 40
 
 
 @pytest.mark.parametrize("inputs", ["rebuild", "persistent"])
@@ -74,4 +76,5 @@ def test_the_fields_of_a_small_mixed_batch(inputs):
     assert batch.query_start.tolist() == [0, 1, 4] and batch.seq_lens.tolist() == [6, 3]
     assert batch.block_tables.tolist() == [[0, 1], [2, 0]]
     assert batch.sample_tokens.tolist() == [0, 3] and batch.sample_requests.tolist() == [0, 1]
+    assert batch.draft_tokens.tolist() == [-1, -1]
     assert (batch.num_tokens, batch.max_query, batch.max_seq) == (4, 3, 6)

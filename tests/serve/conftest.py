@@ -37,7 +37,10 @@ class LetterTokenizer:
     def token_bytes(self, token_id):
         return chr(token_id).encode()
 
+    tool_template = None
+
     def apply_chat_template(self, messages, add_generation_prompt=True, continue_final_message=False, **kwargs):
+        self.rendered = {"messages": messages, **kwargs}
         return "".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>" * add_generation_prompt
 
 
@@ -54,6 +57,7 @@ class FakeEngine:
     def __init__(self):
         self.tokenizer = LetterTokenizer()
         self.stats = EngineStats()
+        self.watchers = []
         self.reset()
 
     def reset(self):
@@ -63,7 +67,7 @@ class FakeEngine:
         self.num_open = 0
         self.num_closed_early = 0
 
-    async def generate(self, prompt, params, request_id, *, priority=0, cache_salt="", output_kind="cumulative"):
+    async def generate(self, prompt, params, request_id, *, priority=0, cache_salt="", output_kind="cumulative", **_):
         self.calls.append(
             SimpleNamespace(prompt=prompt, params=params, id=request_id, priority=priority, salt=cache_salt)
         )
@@ -96,6 +100,9 @@ class FakeEngine:
             request_id=request_id, prompt=None, prompt_token_ids=prompt["prompt_token_ids"], prompt_logprobs=None,
             outputs=[out], finished=finished, num_cached_tokens=0,
         )  # fmt: skip
+
+    def list_loras(self):
+        return []
 
     async def shutdown(self):
         self.is_running = False

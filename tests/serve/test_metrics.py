@@ -8,8 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minivllm.engine.core import EngineStats
+from minivllm.engine.messages import Report
 from minivllm.engine.metrics import Histogram, Metrics
-from minivllm.plan import Delta, Join, StepOutput, StepPlan
+from minivllm.plan import Delta
 from minivllm.request import EngineRequest, SamplingParams
 
 
@@ -36,8 +37,8 @@ def value(metrics, name, **labels):
 
 
 def step(metrics, deltas, joins=()):
-    plan = StepPlan(0, {req: 1 for req in deltas}, joins=[Join(j, [1], 1, SamplingParams()) for j in joins])
-    metrics.on_step(plan, StepOutput(), [Delta(*delta) for delta in deltas.values()], {"execute": 0.0})
+    changed = [Delta(*delta) for delta in deltas.values()]
+    metrics.on_report(Report(changed, metrics.stats, list(joins), len(deltas), {"execute": 0.0}))
 
 
 def test_a_histogram_counts_a_value_in_its_bucket_and_all_above():
@@ -60,7 +61,7 @@ def test_itl_is_the_time_between_two_tokens_of_a_request(metrics, clock):
 
 
 def test_queue_time_is_from_arrival_to_the_first_step(metrics, clock):
-    metrics.on_add(EngineRequest("a", [1], SamplingParams()), 0)
+    metrics.on_add(EngineRequest("a", [1], SamplingParams()))
     clock.now += 2
     step(metrics, {"a": ("a", [1])}, joins=["a"])
     clock.now += 2
@@ -71,10 +72,9 @@ def test_queue_time_is_from_arrival_to_the_first_step(metrics, clock):
 
 def test_nothing_is_kept_of_a_request_that_has_ended(metrics):
     for req in "abc":
-        metrics.on_add(EngineRequest(req, [1], SamplingParams()), 0)
+        metrics.on_add(EngineRequest(req, [1], SamplingParams()))
     step(metrics, {"a": ("a", [1], "stop"), "b": ("b", [1])}, joins=["a", "b"])
-    metrics.on_abort("b")
-    metrics.on_abort("c")
+    metrics.on_abort(["b", "c"])
     assert not metrics._queued and not metrics._last_token
 
 

@@ -16,7 +16,7 @@ def client(serving):
 
     metrics = Metrics("smollm2-135m")
     # float32: in bf16 a prefix-cache hit may tip a tie between two tokens
-    engine = AsyncLLM(overrides={"kv.num_blocks": 256}, dtype="float32", max_model_len=2048, observers=[metrics])
+    engine = AsyncLLM(overrides={"kv.num_blocks": 256}, dtype="float32", max_model_len=2048)
     with serving(engine, metrics, ("smollm2-135m",)) as url:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 

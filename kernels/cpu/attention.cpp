@@ -1,0 +1,406 @@
+// Paged attention on a CPU: writes this step's K and V, then attends straight from the blocks, with no gather.
+//
+// One pass over the keys (online softmax, Milakov and Gimelshein 2018, as in FlashAttention) for all query heads of a KV
+// head and, in a prefill, for several queries; products accumulate in float32. Long sequences of few queries are cut
+// into pieces that are merged by whoever finishes last (Flash-Decoding). Threads take tiles from a shared counter.
+#include "attention.h"
+
+#include <limits>
+
+#include "amx.h"
+#include "plan.h"
+
+namespace minivllm {
+
+constexpr float LOG2E = 1.44269504f;
+
+struct Call {
+  Plan& plan;
+  View& view;
+  const minivllm_tensors& tensors;
+  std::atomic<int> next{0};
+
+  char* page(int block, int head) const {
+    return (char*)tensors.kv + (size_t(block) * plan.layout.kv_heads + head) * plan.layout.page_bytes;
+  }
+  Kind kind() const { return Kind(tensors.kind); }
+  const char* input(const void* rows, int64_t stride, int token, int head) const {
+    return (const char*)rows + (token * stride + int64_t(head) * plan.layout.head_size) * item_size(kind());
+  }
+};
+
+// ---- writing
+
+inline float quantise(const char* from, Kind kind, int size, int8_t* to) {
+  float largest = 0, sum = 0;
+  for (int d = 0; d < size; d++) {
+    const float x = to_float(kind, from + d * item_size(kind));
+    largest = std::max(largest, std::fabs(x));
+    sum += x - x;  // NaN if any is infinite or NaN: the scale then carries it to every score
+  }
+  const float inverse = largest > 0 && sum == 0 ? 127 / largest : 0;
+  for (int d = 0; d < size; d++)
+    to[d] = inverse == 0 ? 0 : int8_t(std::lrintf(to_float(kind, from + d * item_size(kind)) * inverse));
+  return largest / 127 + sum;
+}
+
+void write_token(const Call& call, int token, int head, std::vector<int8_t>& quantised) {
+  const Layout& layout = call.plan.layout;
+  const int64_t slot = call.plan.slots[token];
+  const int offset = slot % layout.block_size, size = layout.head_size, bytes = size * item_size(layout.kv);
+  char* page = call.page(slot / layout.block_size, head);
+  const char* k = call.input(call.tensors.k, call.tensors.k_stride, token, head);
+  const char* v = call.input(call.tensors.v, call.tensors.v_stride, token, head);
+  if (layout.kv == I8) {
+    quantised.resize(2 * size);
+    float scale = quantise(k, call.kind(), size, quantised.data());
+    store(page + layout.k_scales_at + offset * 4, scale);
+    scale = quantise(v, call.kind(), size, quantised.data() + size);
+    store(page + layout.v_scales_at + offset * 4, scale);
+    k = (const char*)quantised.data(), v = k + size;
+  }
+  char* column = page + offset * 4;
+  const int whole = bytes / 4;
+  for (int w = 0; w < whole; w++) std::memcpy(column + size_t(w) * layout.block_size * 4, k + w * 4, 4);
+  if (whole < layout.words) {
+    char last[4] = {};
+    std::memcpy(last, k + whole * 4, bytes - whole * 4);
+    std::memcpy(column + size_t(whole) * layout.block_size * 4, last, 4);
+  }
+  char* rows = page + layout.v_at;
+  if (!layout.pairs) {
+    std::memcpy(rows + size_t(offset) * bytes, v, bytes);
+    return;
+  }
+  uint16_t* pair = (uint16_t*)rows + size_t(offset / 2) * size * 2 + offset % 2;
+  for (int d = 0; d < size; d++) pair[2 * d] = load<uint16_t>(v + d * 2);
+}
+
+void write_rows(void* data) {
+  Call& call = *(Call*)data;
+  std::vector<int8_t> quantised;
+  for (size_t i; (i = call.next++) < call.plan.writes.size();)
+    for (int head = 0; head < call.plan.layout.kv_heads; head++)
+      for (int t = call.plan.writes[i].first; t < call.plan.writes[i].second; t++)
+        write_token(call, t, head, quantised);
+}
+
+// ---- attending
+
+// A thread's buffers, all [rows][...].
+struct Scratch {
+  std::vector<float> scores, query, weights, mean, peak, sum;
+  std::vector<uint32_t> packed;  // K of a chunk, if pages are too narrow to be read as they lie
+  std::vector<int8_t> quantised;
+  float k_scales[CHUNK], v_scales[CHUNK];
+  Segment segments[CHUNK];
+  const uint32_t* keys[CHUNK / LANES];
+
+  void fit(const Layout& layout, int rows) {
+    rows = round_up(rows, 16);  // whole tiles of the matrix unit
+    scores.resize(size_t(rows) * CHUNK);
+    weights.resize(size_t(rows) * CHUNK);
+    query.resize(size_t(rows) * layout.words * (4 / item_size(layout.kv)));
+    mean.resize(size_t(rows) * layout.padded_head());
+    peak.resize(rows);
+    sum.resize(rows);
+    if (!layout.direct) packed.resize(size_t(layout.words) * CHUNK);
+  }
+};
+
+struct Chunk {
+  int begin, count, num_segments, num_vectors;
+  size_t stride;
+};
+
+template <Kind K>
+void load_queries(const Call& call, const Tile& tile, int head, Scratch& scratch) {
+  const Layout& layout = call.plan.layout;
+  const int group = call.view.heads_per_kv, padded = layout.words * (4 / item_size(K));
+  for (int m = 0; m < tile.num_queries * group; m++) {
+    const int token = call.plan.query_start[tile.request] + tile.first_query + m / group;
+    const char* q = call.input(call.tensors.q, call.tensors.q_stride, token, head * group + m % group);
+    if constexpr (BY_DOT<K>) {
+      uint32_t* to = (uint32_t*)scratch.query.data() + m * layout.words;
+      to[layout.words - 1] = 0;
+      std::memcpy(to, q, layout.head_size * 2);
+    } else {
+      float* to = scratch.query.data() + m * padded;
+      for (int d = 0; d < padded; d++)
+        to[d] = d < layout.head_size ? to_float(call.kind(), q + d * item_size(call.kind())) : 0;
+    }
+  }
+}
+
+// The keys from `begin` on that fit a chunk: where they lie, and vectors of their words.
+template <Kind K>
+Chunk find_keys(const Call& call, const Tile& tile, int head, int begin, Scratch& scratch) {
+  const Layout& layout = call.plan.layout;
+  const int* table = call.plan.block_tables.data() + size_t(tile.request) * call.plan.table_width;
+  const int end = std::min(begin + CHUNK, tile.key_end), size = layout.block_size;
+  const int row_bytes = layout.pairs ? layout.head_size * 2 : layout.head_size * item_size(K);
+  Chunk chunk{begin, end - begin, 0, (end - begin + LANES - 1) / LANES, size_t(layout.direct ? size : CHUNK)};
+  int vector = 0;
+  for (int at = begin; at < end;) {
+    const int offset = at % size, count = std::min(size - offset, end - at);
+    const char* page = call.page(table[at / size], head);
+    scratch.segments[chunk.num_segments++] = {page + offset * 4, page + layout.v_at + offset * row_bytes, count};
+    if (layout.direct)
+      for (int t = 0; t < count; t += LANES) scratch.keys[vector++] = (const uint32_t*)page + offset + t;
+    else
+      for (int w = 0; w < layout.words; w++)
+        std::memcpy(&scratch.packed[w * CHUNK + at - begin], page + (size_t(w) * size + offset) * 4, count * 4);
+    if constexpr (K == I8) {
+      std::memcpy(scratch.k_scales + at - begin, page + layout.k_scales_at + offset * 4, count * 4);
+      std::memcpy(scratch.v_scales + at - begin, page + layout.v_scales_at + offset * 4, count * 4);
+    }
+    at += count;
+  }
+  if (!layout.direct)
+    for (int j = 0; j < chunk.num_vectors; j++) scratch.keys[j] = scratch.packed.data() + j * LANES;
+  return chunk;
+}
+
+// One row's scores become weights relative to its new peak. Sees keys first : last of the chunk. Returns the factor that
+// its earlier weights shrink by.
+template <Kind K, bool PAIRS>
+float soften(const Call& call, int num_vectors, int first, int last, float* scores, Scratch& scratch, int m) {
+  const minivllm_view& spec = call.view.spec;
+  Weight<K, PAIRS>* weights = (Weight<K, PAIRS>*)scratch.weights.data() + m * CHUNK;
+  const float none = -std::numeric_limits<float>::infinity();
+  const float scale = spec.soft_cap ? spec.scale / spec.soft_cap : spec.scale * LOG2E;
+  Ints lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  Floats highest = splat(none);
+  for (int j = 0; j < num_vectors; j++) {
+    Floats x = load<Floats>(scores + j * LANES) * scale;
+    if constexpr (K == I8) x *= load<Floats>(scratch.k_scales + j * LANES);
+    if (spec.soft_cap) x = tanh_of(x) * (spec.soft_cap * LOG2E);
+    if (j * LANES < first || (j + 1) * LANES > last) {
+      const Ints at = lane + j * LANES;
+      x = (at >= first) & (at < last) ? x : splat(none);
+    }
+    store(scores + j * LANES, x);
+    highest = x > highest ? x : highest;
+  }
+  const float peak = std::max(scratch.peak[m], max_of(highest));
+  const float base = peak == none ? 0 : peak;  // nothing seen so far: every weight is 2^-inf, not 2^NaN
+  Floats sum{};
+  for (int j = 0; j < num_vectors; j++) {
+    Floats p = exp2_of_negative(load<Floats>(scores + j * LANES) - base);
+    sum += p;
+    if constexpr (K == I8) {
+      const Ints at = lane + j * LANES;
+      p = (at >= first) & (at < last) ? p * load<Floats>(scratch.v_scales + j * LANES) : Floats{};
+    }
+    if constexpr (sizeof(Weight<K, PAIRS>) == 2)
+      store(weights + j * LANES, to_bf16(p));
+    else
+      store(weights + j * LANES, p);
+  }
+  const float shrink = exp2_of_negative(splat(scratch.peak[m] - base))[0];
+  scratch.sum[m] = scratch.sum[m] * shrink + sum_of(sum);
+  scratch.peak[m] = peak;
+  return shrink;
+}
+
+void write_output(const Call& call, const Tile& tile, int head, const float* mean, const float* sum) {
+  const Layout& layout = call.plan.layout;
+  const int group = call.view.heads_per_kv, size = layout.head_size, stride = layout.padded_head();
+  for (int m = 0; m < tile.num_queries * group; m++) {
+    const int64_t token = call.plan.query_start[tile.request] + tile.first_query + m / group;
+    const int64_t row = token * call.view.spec.num_heads + head * group + m % group;
+    char* to = (char*)call.tensors.out + row * size * item_size(call.kind());
+    const float inverse = 1 / sum[m];
+    for (int d = 0; d < size; d += LANES) {
+      const Floats x = load<Floats>(mean + m * stride + d) * inverse;
+      const int count = std::min(LANES, size - d);
+      if (call.kind() == F32) {
+        std::memcpy(to + d * 4, &x, count * 4);
+      } else if (call.kind() == BF16) {
+        const Halves h = to_bf16(x);
+        std::memcpy(to + d * 2, &h, count * 2);
+      } else {
+        for (int i = 0; i < count; i++) store(to + (d + i) * 2, to_float16(x[i]));
+      }
+    }
+  }
+}
+
+// Leaves a piece's result in its slot; the last piece of a group merges them all.
+void merge(const Call& call, const Tile& tile, int head, Scratch& scratch) {
+  const Layout& layout = call.plan.layout;
+  const int rows = tile.num_queries * call.view.heads_per_kv, stride = layout.padded_head();
+  const int slot_floats = call.plan.slot_floats(call.view);
+  auto slot = [&](int index) { return call.plan.partials.get() + size_t(index) * slot_floats; };
+  float* mine = slot(tile.slot + head);
+  std::copy_n(scratch.peak.data(), rows, mine);
+  std::copy_n(scratch.sum.data(), rows, mine + rows);
+  std::copy_n(scratch.mean.data(), rows * stride, mine + 2 * rows);
+  const Group& group = call.view.groups[tile.group];
+  std::atomic<int>& done = call.view.done[tile.group * layout.kv_heads + head];
+  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < group.num_pieces) return;
+  done.store(0, std::memory_order_relaxed);  // for the next layer
+  for (int m = 0; m < rows; m++) {
+    auto piece = [&](int p) { return slot(group.first_slot + p * layout.kv_heads + head); };
+    float peak = -std::numeric_limits<float>::infinity(), sum = 0;
+    for (int p = 0; p < group.num_pieces; p++) peak = std::max(peak, piece(p)[m]);
+    float* mean = scratch.mean.data() + m * stride;
+    std::fill_n(mean, stride, 0.0f);
+    for (int p = 0; p < group.num_pieces; p++) {
+      const float* part = piece(p);
+      const float weight = std::exp2(part[m] - peak);
+      sum += part[rows + m] * weight;
+      for (int d = 0; d < stride; d++) mean[d] += part[2 * rows + m * stride + d] * weight;
+    }
+    scratch.sum[m] = sum;
+  }
+  write_output(call, tile, head, scratch.mean.data(), scratch.sum.data());
+}
+
+// The matrix unit's turn, if there is one and this shape fits it.
+template <Kind K, bool PAIRS>
+bool by_matrix([[maybe_unused]] const Layout& layout, [[maybe_unused]] int rows) {
+#ifdef MINIVLLM_AMX
+  if constexpr (K == BF16 && PAIRS)
+    return rows >= AMX_ROWS && layout.direct && layout.head_size % 32 == 0 && amx_allowed();
+#endif
+  return false;
+}
+
+template <Kind K, bool PAIRS>
+void multiply_keys(const Layout& layout, const Chunk& chunk, int rows, Scratch& scratch) {
+  const auto* query = (const Query<K>*)scratch.query.data();
+#ifdef MINIVLLM_AMX
+  if constexpr (K == BF16 && PAIRS)
+    if (by_matrix<K, PAIRS>(layout, rows))
+      return amx_scores_of(scratch.keys, chunk.num_vectors, chunk.stride, query, layout.words, rows,
+                           scratch.scores.data());
+#endif
+  scores_of<K>(scratch.keys, chunk.num_vectors, chunk.stride, layout.direct ? layout.v_at : 0, query, layout.words, rows,
+               scratch.scores.data());
+}
+
+template <Kind K, bool PAIRS>
+void multiply_values(const Layout& layout, const Chunk& chunk, int rows, Scratch& scratch) {
+  const auto* weights = (const Weight<K, PAIRS>*)scratch.weights.data();
+#ifdef MINIVLLM_AMX
+  if constexpr (K == BF16 && PAIRS)
+    if (by_matrix<K, PAIRS>(layout, rows)) {
+      const int terms = layout.block_size % 32 == 0 && chunk.begin % 32 == 0 ? 16 : 8;
+      return amx_add_means(scratch.segments, chunk.num_segments, layout.head_size, terms, rows, weights,
+                           scratch.mean.data(), layout.padded_head());
+    }
+#endif
+  add_means<K, PAIRS>(scratch.segments, chunk.num_segments, layout.head_size, rows, weights, scratch.mean.data(),
+                      layout.padded_head());
+}
+
+template <Kind K, bool PAIRS>
+void attend_tile(const Call& call, const Tile& tile, int head, Scratch& scratch) {
+  const Layout& layout = call.plan.layout;
+  const int group = call.view.heads_per_kv, rows = tile.num_queries * group, window = call.view.spec.window;
+  const int queries = call.plan.num_queries(tile.request), seq_len = call.plan.seq_lens[tile.request];
+  if (queries == 1 && tile.key_end == seq_len)
+    write_token(call, call.plan.query_start[tile.request], head, scratch.quantised);
+  load_queries<K>(call, tile, head, scratch);
+  std::fill_n(scratch.mean.data(), rows * layout.padded_head(), 0.0f);
+  std::fill_n(scratch.peak.data(), rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(scratch.sum.data(), rows, 0.0f);
+  const int grain = layout.direct ? 16 : layout.block_size;  // a read starts where vectors of a page do
+  for (int at = tile.key_begin / grain * grain; at < tile.key_end; at += CHUNK) {
+    const Chunk chunk = find_keys<K>(call, tile, head, at, scratch);
+    multiply_keys<K, PAIRS>(layout, chunk, rows, scratch);
+    for (int m = 0; m < rows; m++) {
+      const int position = seq_len - queries + tile.first_query + m / group;
+      const int last = std::min(position + 1, tile.key_end) - at;
+      const int first = std::max(tile.key_begin, window ? position - window + 1 : 0) - at;
+      const float shrink =
+          soften<K, PAIRS>(call, chunk.num_vectors, first, last, &scratch.scores[m * CHUNK], scratch, m);
+      if (shrink != 1)
+        for (int d = 0; d < layout.padded_head(); d++) scratch.mean[m * layout.padded_head() + d] *= shrink;
+    }
+    multiply_values<K, PAIRS>(layout, chunk, rows, scratch);
+  }
+  if (tile.group >= 0)
+    merge(call, tile, head, scratch);
+  else
+    write_output(call, tile, head, scratch.mean.data(), scratch.sum.data());
+}
+
+template <Kind K, bool PAIRS>
+void attend_tiles(void* data) {
+  Call& call = *(Call*)data;
+  const int kv_heads = call.plan.layout.kv_heads, num_items = int(call.view.tiles.size()) * kv_heads;
+  static thread_local Scratch scratch;
+  scratch.fit(call.plan.layout, call.view.rows);
+  for (int i; (i = call.next++) < num_items;)
+    attend_tile<K, PAIRS>(call, call.view.tiles[i / kv_heads], i % kv_heads, scratch);
+}
+
+using Work = void (*)(void*);
+
+Work attend_work(const Layout& layout) {
+  switch (layout.kv) {
+    case F32: return attend_tiles<F32, false>;
+    case F16: return attend_tiles<F16, false>;
+    case I8: return attend_tiles<I8, false>;
+    case BF16: return layout.pairs ? attend_tiles<BF16, true> : attend_tiles<BF16, false>;
+  }
+  return nullptr;
+}
+
+}  // namespace minivllm
+
+using namespace minivllm;
+
+extern "C" {
+
+void* minivllm_layout(int kv_heads, int head_size, int block_size, int kv_kind) {
+  return new Layout(kv_heads, head_size, block_size, Kind(kv_kind));
+}
+void minivllm_layout_free(void* layout) { delete (Layout*)layout; }
+int64_t minivllm_page_bytes(const void* layout) { return ((const Layout*)layout)->page_bytes; }
+
+void* minivllm_plan(const void* layout, const minivllm_view* views, int num_views, const minivllm_batch* batch) {
+  return new Plan(*(const Layout*)layout, views, num_views, *batch);
+}
+void minivllm_plan_free(void* plan) { delete (Plan*)plan; }
+
+void minivllm_attend(void* plan_, int view, const minivllm_tensors* tensors, minivllm_parallel parallel,
+                     int num_threads) {
+  Plan& plan = *(Plan*)plan_;
+  Call call{plan, plan.views[view], *tensors};
+  // Below this, waking the other threads takes longer than the work.
+  const bool alone = parallel == nullptr || num_threads == 1 || call.view.work < 4096;
+  auto run = [&](Work work) {
+    call.next = 0;
+    if (alone)
+      work(&call);
+    else
+      parallel(work, &call, num_threads, 0);  // always the same number: libgomp ends the threads of a smaller team
+  };
+  if (!plan.writes.empty()) run(write_rows);
+  run(attend_work(plan.layout));
+  // Nobody reads padding rows, but they pass through the layers that follow.
+  const size_t row = size_t(call.view.spec.num_heads) * plan.layout.head_size * item_size(call.kind());
+  std::memset((char*)tensors->out + plan.num_tokens * row, 0, (plan.padded_tokens - plan.num_tokens) * row);
+}
+
+const char* minivllm_isa() {
+#ifdef MINIVLLM_AMX
+  if (amx_allowed()) return "AVX-512 with bfloat16 and AMX";
+#endif
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+  return "AVX-512 with bfloat16";
+#elif defined(__AVX512F__) && defined(__AVX512BW__)
+  return "AVX-512";
+#elif defined(__AVX2__)
+  return "AVX2";
+#elif defined(__ARM_NEON)
+  return "NEON";
+#else
+  return "128-bit vectors";
+#endif
+}
+}

@@ -1,0 +1,111 @@
+"""What passes between a front end and its engine core, in one process or across two: plain data, so that it can be
+encoded. Commands go down, messages come up.
+
+On a socket each is one MessagePack value (msgspec's tagged unions: the kind stands first). Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from minivllm import errors
+from minivllm.config import Decision, EngineConfig
+from minivllm.engine.core import EngineStats
+from minivllm.lora.table import Adapter
+from minivllm.plan import Delta
+from minivllm.request import EngineRequest
+
+
+class Command(msgspec.Struct, tag=True, array_like=True, gc=False):
+    pass
+
+
+class Add(Command):
+    request: EngineRequest
+
+
+class Abort(Command):
+    req_ids: list[str]
+
+
+class Call(Command):
+    """One of the engine's `calls`, by name, between two steps. Answered by Returned with the same id."""
+
+    id: int
+    name: str
+    args: list[Any]
+
+
+class Close(Command):
+    """Leave what runs, free everything, end."""
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
+    pass
+
+
+class Facts(Message):
+    """The engine is ready. What a front end needs to know of it."""
+
+    config: EngineConfig
+    decisions: list[Decision]
+    max_model_len: int
+    model_name: str
+    tokenizer_dir: str
+    info: dict[str, Any]
+    adapters: list[Adapter]  # LoRA's, loaded at start
+
+
+class Report(Message):
+    """One step is done."""
+
+    deltas: list[Delta]
+    stats: EngineStats  # after the step
+    joined: list[str]  # requests that ran for the first time, or again after a preemption
+    total_tokens: int
+    times_ms: dict[str, float]
+
+
+class Refused(Message):
+    """A request that the core did not take."""
+
+    req_id: str
+    error: Failure
+
+
+class Returned(Message):
+    """What a Call gave, as plain data, or how it failed."""
+
+    id: int
+    value: Any
+    error: Failure | None = None
+
+
+class Ended(Message):
+    """The core will not step again."""
+
+    error: Failure
+
+
+class Failure(msgspec.Struct, array_like=True, gc=False):
+    """An exception by name. Errors of minivllm come back as what they were, any other as EngineDead."""
+
+    kind: str
+    text: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        return cls(type(error).__name__, str(error), getattr(error, "param", None))
+
+    def exception(self) -> errors.MinivllmError:
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, errors.MinivllmError)):
+            return errors.EngineDead(f"{self.kind}: {self.text}")
+        return kind(self.text, self.param) if issubclass(kind, errors.BadRequest) else kind(self.text)
+
+
+COMMANDS = Add | Abort | Call | Close
+MESSAGES = Facts | Report | Refused | Returned | Ended

@@ -1,0 +1,60 @@
+"""Tools for a model whose chat template knows none: told in plain messages, in the style of Hermes 2 Pro.
+
+The tools and the form of a call go into the system message; calls of the past become the text that a model would have
+written; results become messages of the user. A model that was not trained on tools often gets it wrong: force a call
+with tool_choice where it matters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+INSTRUCTIONS = """You can call these functions:
+<tools>
+{tools}
+</tools>
+To call one, write only this, with its name and arguments as JSON:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
+</tool_call>
+The result then comes between <tool_response> tags. Answer in words when no function is needed."""
+
+
+def told_in_words(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
+) -> list[dict]:
+    """messages: contents are strings, arguments of calls are objects. The result has no tools, no tool_calls, and no
+    role "tool"; the results of one turn's calls are one message. role: whose first message the tools are told in; the
+    user's for templates that refuse a system message."""
+    told: list[dict] = []
+    for i, message in enumerate(messages):
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if i and messages[i - 1]["role"] == "tool":
+                told[-1]["content"] += f"\n{result}"
+            else:
+                told.append({"role": "user", "content": result})
+        else:
+            plain = {key: value for key, value in message.items() if key != "tool_calls"}
+            calls = [as_text(call["function"]) for call in message.get("tool_calls") or ()]
+            told.append({**plain, "content": "\n".join(filter(None, [plain["content"], *calls]))})
+    return with_instructions(told, instructions(tools), role) if tools else told
+
+
+def as_text(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function.get("arguments") or {}}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
+    return INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+
+
+def with_instructions(messages: list[dict], text: str, role: str) -> list[dict]:
+    first = messages[0]
+    if first["role"] != role:
+        return [{"role": role, "content": text}, *messages]
+    both = (text, first["content"]) if role == "user" else (first["content"], text)
+    return [{**first, "content": "\n\n".join(both)}, *messages[1:]]

@@ -1,0 +1,73 @@
+"""QuantMethods that keep weights in 4 or 8 bits on a CPU, alone or beside a dense copy.
+
+Few tokens: the time of a product is the time to read its matrix, so 4 bits win over 16. Many tokens: it is the time to
+multiply, and what a library does with bf16 on the CPU's matrix units wins. `dual` keeps both and chooses by the number
+of tokens in the step, at a limit that is measured when the model is loaded (crossover.py).
+
+So in dual the rounding of a token's numbers depends on how many tokens are computed beside it: both products use the
+same codes, but the dense one rounds each weight to bf16 and the logits too. Where that must not be, keep packed weights
+only (model.dense_copy=false) or dense ones (model.quantization=none); in fp32 there is never a dual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.kernels.cpu.linear import PackedMatrix
+from minivllm.layers.linear import QuantMethod, empty_parameter
+from minivllm.quantization.formats import GROUP, Packed, quantise
+
+NEVER = 1 << 62
+
+
+@dataclass(slots=True)
+class Limit:
+    """From this many tokens on the dense copy is used. One for all layers; set once, when it has been measured."""
+
+    tokens: int = NEVER
+
+
+class QuantisedAtLoad:
+    """The checkpoint's matrix, rounded to `bits` when it has been loaded; then the dense one is dropped or packed too.
+
+    dense: the method of the bf16 copy for many tokens, or None.
+    """
+
+    def __init__(self, bits: int, dense: QuantMethod | None = None, limit: Limit | None = None):
+        self.bits, self.dense, self.limit = bits, dense, limit or Limit()
+
+    def create(self, layer: nn.Module, n_in: int, n_out: int, dtype: torch.dtype) -> None:
+        layer.weight = empty_parameter(n_out, n_in, dtype=dtype)
+
+    def finish(self, layer: nn.Module) -> None:
+        self._keep(layer, quantise(layer.weight.data, self.bits))
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if x.shape[0] >= self.limit.tokens:
+            return self.dense.apply(layer, x)
+        return layer.matrix(x, layer.output_dtype)
+
+    def _keep(self, layer: nn.Module, packed: Packed) -> None:
+        layer.matrix = PackedMatrix(*packed, bias=layer.bias)
+        layer.weight = None
+        if self.dense is not None:
+            layer.weight = nn.Parameter(layer.matrix.dense(), requires_grad=False)
+            self.dense.finish(layer)
+
+
+class KeptPacked(QuantisedAtLoad):
+    """The checkpoint's own codes: nothing is rounded. The loader fills `codes`, `scales` and `minima`, row for row."""
+
+    def create(self, layer: nn.Module, n_in: int, n_out: int, dtype: torch.dtype) -> None:
+        codes = torch.uint8 if self.bits == 4 else torch.int8
+        layer.codes = empty_parameter(n_out, n_in * self.bits // 8, dtype=codes)
+        layer.scales = empty_parameter(n_out, n_in // GROUP, dtype=torch.float16)
+        layer.minima = empty_parameter(n_out, n_in // GROUP, dtype=torch.float16) if self.bits == 4 else None
+        layer.weight = None
+
+    def finish(self, layer: nn.Module) -> None:
+        self._keep(layer, Packed(layer.codes.data, layer.scales.data, layer.minima.data if self.bits == 4 else None))
+        layer.codes = layer.scales = layer.minima = None

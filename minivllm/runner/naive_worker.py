@@ -1,0 +1,189 @@
+"""NaiveWorker: the model as transformers runs it, one request after the other, each over a cache of its own.
+
+The baseline that everything else is measured against: no batch, no pool, no paging. The control plane stays the
+project's: it plans steps and counts blocks, which are a ledger here that no tensor stands behind. What a plan asks to
+be computed for a request is one call of the Hugging Face model over that request's DynamicCache. Sampling is the
+project's own, so parameters mean the same; with scheduler.max_num_seqs=1 the loop around it is that of `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from minivllm.attention.base import AttentionBackend, AttentionSpec
+from minivllm.loading import LoadedModel, resolve
+from minivllm.loading.sources import DUMMY_PREFIX, ModelFiles
+from minivllm.lora.slots import NoAdapters
+from minivllm.models import MODELS
+from minivllm.models.spec import ModelSpec
+from minivllm.plan import StepOutput, StepPlan
+from minivllm.runner.batch import InputBatch
+from minivllm.runner.inputs import BatchKey, Rows
+from minivllm.runner.prompt_logprobs import PromptLogprobs
+from minivllm.runner.runner import ModelRunner
+from minivllm.runner.worker import Sizes, Worker
+from minivllm.sampling.verify import Verifier, match
+from minivllm.spec_decode.base import NoProposer, Recipe
+
+
+class NaiveWorker(Worker):
+    """A Worker whose model, attention and cache are transformers'."""
+
+    def _load(self) -> LoadedModel:
+        asked = self.config.model
+        files = resolve(asked.path, tokenizer=asked.tokenizer)
+        model = TransformersModel(load_transformers(files, self.dtype, self.device, asked.seed), files.spec)
+        linear = ("transformers", "executor.kind=naive: layers and weights as transformers keeps them")
+        self._decide("model.linear", *linear)
+        weights = ("none", "executor.kind=naive: all weights in the model's dtype")
+        told = (files.tokenizer_dir, files.name, files.source, weights, linear, files.seconds)
+        return LoadedModel(model, files.spec, *told)
+
+    def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
+        name, reason = "transformers", "executor.kind=naive: what transformers takes for this model"
+        return self._decide("runner.attention", name, reason), NoAttention
+
+    def _build_runner(
+        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, recipe: Recipe
+    ) -> ModelRunner:
+        model, sampler = loaded.model, self._sampler(loaded)
+        self.forward = OneByOne(model, self.device)
+        return ModelRunner(
+            model=model,
+            forward=self.forward,
+            attention=backend,
+            kv_caches=[],
+            inputs=self._inputs(sizes),
+            rows=Rows(self.config.scheduler.max_num_seqs),
+            sampler=sampler,
+            verifier=Verifier(sampler, match),
+            proposer=NoProposer(),
+            adapters=NoAdapters(),
+            prompt_logprobs=PromptLogprobs(model.logits),
+            block_moves=NoBlockMoves(),
+        )
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self.forward.apply(plan)
+        return self.runner.execute(plan)
+
+
+class OneByOne:
+    """A ForwardRunner: each request of a batch by itself, over a DynamicCache that lives from its join to its leave."""
+
+    def __init__(self, model: TransformersModel, device: torch.device):
+        self.model = model
+        self.device = device
+        self._caches: dict[str, Any] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        for req_id in plan.leaves:
+            self._caches.pop(req_id, None)
+        for join in plan.joins:
+            self._caches[join.req_id] = self.model.new_cache()
+
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
+        return BatchKey(num_tokens)
+
+    def warmup(self, make_dummy: Any) -> None:
+        """Nothing to warm."""
+
+    def __call__(self, batch: InputBatch) -> Tensor:
+        hidden = []
+        for i, req_id in enumerate(batch.req_ids):
+            begin, end = int(batch.query_start[i]), int(batch.query_start[i + 1])
+            hidden.append(self._one(req_id, int(batch.positions[begin]), batch.token_ids[begin:end].tolist()))
+        return torch.cat(hidden)  # [T, hidden]
+
+    def _one(self, req_id: str, start: int, token_ids: list[int]) -> Tensor:
+        """token_ids from position start on -> their hidden states [len(token_ids), hidden]."""
+        cache = self._caches[req_id]
+        assert cache.get_seq_length() == start, f"{req_id}: the plan goes on at {start}, its cache does not end there"
+        return self.model.hidden(torch.tensor([token_ids], device=self.device), cache)
+
+
+class NoBlockMoves:
+    """No tensor stands behind a block; the options that would move one are declared conflicts."""
+
+    def __call__(self, plan: StepPlan) -> None:
+        assert not (plan.swap_out or plan.swap_in or plan.copies), "executor.kind=naive has no blocks to move"
+
+
+class TransformersModel:
+    """A Hugging Face causal LM as a ModelRunner sees a model. attention_layers say what a token's K and V weigh."""
+
+    def __init__(self, model: Any, spec: ModelSpec):
+        self.model = model
+        self.attention_layers = [
+            AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size**-0.5, window)
+            for window in spec.windows
+        ]
+
+    def new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    def hidden(self, ids: Tensor, cache: Any) -> Tensor:
+        """ids [1, n], the n tokens after those in the cache -> [n, hidden], the final norm applied."""
+        decoder = self.model.get_decoder()
+        return decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, hidden] -> [S, vocab] in fp32."""
+        return self.model.get_output_embeddings()(hidden).float()
+
+
+class NoAttention:
+    """Stands where a paged attention backend would: transformers attends by itself."""
+
+    graphs: ClassVar[Literal["none"]] = "none"
+    block_axis: ClassVar[int] = 0
+
+    def __init__(self, *_: object):  # what backends are built with
+        pass
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return None
+
+    def prepare(self, batch: InputBatch) -> None:
+        return None
+
+
+def load_transformers(files: ModelFiles, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """The same weights as minivllm.loading.load() gives our own model, a dummy's random ones included."""
+    import transformers
+
+    if files.weights:
+        with _no_progress_bar():
+            model = transformers.AutoModelForCausalLM.from_pretrained(files.weights[0].parent, dtype=dtype)
+        return model.to(device).eval()
+    from minivllm.loading.dummy import fill, hf_config
+
+    ours = MODELS.get(files.spec.architecture)(files.spec, dtype, device)
+    fill(ours, seed)
+    kind = getattr(transformers, files.spec.architecture)
+    model = kind(kind.config_class(**hf_config(files.name.removeprefix(DUMMY_PREFIX)))).to(device, dtype).eval()
+    missing, unexpected = model.load_state_dict(ours.checkpoint_tensors(), strict=False)
+    tied = ["lm_head.weight"] if files.spec.tie_embeddings else []
+    assert not unexpected and list(missing) in ([], tied), f"missing {missing}, unexpected {unexpected}"
+    return model
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

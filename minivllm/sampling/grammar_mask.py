@@ -1,0 +1,134 @@
+"""GrammarMask: the logits of tokens that a request's grammar does not allow become -inf, before anything else.
+
+The grammar of a row follows the row's output, so it is always at the position whose logits come next. The masks of all
+rows are one array of bits, filled by the grammars and applied in one go.
+
+How it meets other parameters:
+- a token that ends the sequence is allowed exactly where the output is complete; so are the request's stop_token_ids,
+  beside where they are text of the grammar;
+- min_tokens holds as long as the grammar lets the text go on. Where nothing but the end is allowed, the grammar wins,
+  and end-of-sequence tokens, which add no text, fill up the number;
+- ignore_eos does the same up to max_tokens;
+- allowed_token_ids, bad_words and logit_bias apply as well. If they leave nothing, the request ends with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.request import SamplingParams
+from minivllm.sampling.processors import NEG_INF
+from minivllm.structured.base import Grammar
+from minivllm.structured.compiler import GrammarCompiler
+
+# [256, 8]: the largest logit that each of the eight tokens of a mask's byte may have. A minimum has no branches: it
+# takes as long for any mask, and less than writing where a bit says so.
+_BOUNDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.inf, -np.inf).astype(np.float32)
+
+
+@dataclass(slots=True)
+class _Row:
+    grammar: Grammar
+    stop_mask: np.ndarray  # [words] int32: the request's stop tokens
+    end_mask: np.ndarray  # [words] int32: those, and the end-of-sequence tokens
+    remaining: int  # tokens until min_tokens
+
+
+class GrammarMask:
+    """Does what MinTokens does for its rows too: it alone knows what else there is."""
+
+    keeps_argmax = False
+
+    def __init__(self, compiler: GrammarCompiler, vocab_size: int, max_rows: int):
+        self.compiler = compiler
+        self.vocab_size = vocab_size
+        self.states: dict[int, _Row] = {}
+
+    def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+        if params.structured is None:
+            return False
+        output = token_ids[num_prompt_tokens:]
+        vocabulary = self.compiler.vocabulary
+        assert len(vocabulary) == self.vocab_size
+        grammar = self.compiler.compile(params.structured).start()
+        stop_mask = vocabulary.mask_of(params.stop_token_ids)
+        state = _Row(grammar, stop_mask, stop_mask | vocabulary.eos_mask, params.min_tokens)
+        self.states[row] = state
+        for token in output:  # a request that resumes after a preemption
+            self.observe(row, token)
+        return True
+
+    def leave(self, row: int) -> None:
+        self.states.pop(row, None)
+
+    def observe(self, row: int, token: int) -> None:
+        """A token that the grammar does not take (a stop token, or the placeholder of a row that had no distribution)
+        is the request's last."""
+        state = self.states[row]
+        state.grammar.accept(token)
+        state.remaining -= 1
+
+    def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+        return apply_masks(logits, *self.fill(rows))
+
+    def fill(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """-> which of `rows` [S] have a grammar [N] int64, and their masks [N, words] int32."""
+        users = [(i, self.states[row]) for i, row in enumerate(rows.tolist()) if row in self.states]
+        masks = np.empty((len(users), self.compiler.vocabulary.num_words), np.int32)
+        for mask, (_, state) in zip(masks, users, strict=True):
+            state.grammar.fill_mask(mask)
+            self._end(mask, state)
+        return np.array([i for i, _ in users], np.int64), masks
+
+    def _end(self, mask: np.ndarray, state: _Row) -> None:
+        """What min_tokens and stop_token_ids change of a mask, in place."""
+        if state.remaining > 0:
+            going_on = mask & ~state.end_mask
+            if going_on.any():
+                mask[:] = going_on
+        elif (mask & self.compiler.vocabulary.eos_mask).any():  # the output is complete
+            mask |= state.stop_mask
+
+
+def apply_masks_slowly(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
+    """The twin of apply_masks: one token at a time."""
+    for row, mask in zip(rows.tolist(), masks, strict=True):
+        for token in range(logits.shape[1]):
+            if not mask[token >> 5] >> (token & 31) & 1:
+                logits[row, token] = NEG_INF
+    return logits
+
+
+def apply_masks(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
+    """logits [S, V], changed in place; rows [N] int64, distinct; masks [N, words] int32. Bits beyond V do not count.
+    NaN stays NaN, so that its row is found to have no distribution."""
+    if logits.device.type != "cpu":
+        return apply_masks_at_once(logits, rows, masks)
+    table, num_tokens = logits.numpy(), logits.shape[1]
+    bounds = np.empty((4 * masks.shape[1], 8), np.float32)  # of one row at a time, so that it stays in the cache
+    for row, mask in zip(rows.tolist(), masks.view(np.uint8), strict=True):
+        np.take(_BOUNDS, mask, axis=0, out=bounds, mode="clip")
+        np.minimum(table[row], bounds.reshape(-1)[:num_tokens], out=table[row])
+    return logits
+
+
+def apply_masks_at_once(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
+    """The same for a device to which only the bits shall travel."""
+    words = torch.from_numpy(masks).to(logits.device)
+    lanes = torch.arange(32, dtype=torch.int32, device=logits.device)
+    forbidden = (words[:, :, None] >> lanes & 1).flatten(1)[:, : logits.shape[1]] == 0  # [N, V]
+    if len(rows) == len(logits) and (rows == np.arange(len(rows))).all():
+        return logits.masked_fill_(forbidden, NEG_INF)
+    index = torch.from_numpy(rows).to(logits.device)
+    logits[index] = logits[index].masked_fill_(forbidden, NEG_INF)
+    return logits
+
+
+def make_grammar_mask(compiler: GrammarCompiler) -> Callable[[int, int], GrammarMask]:
+    """As the sampler builds its processors: from (vocab_size, max_rows)."""
+    return lambda vocab_size, max_rows: GrammarMask(compiler, vocab_size, max_rows)

@@ -1,0 +1,68 @@
+"""A parser's events as OpenAI's messages: whole, or as the deltas of a stream.
+
+Both are made of the same events, so a stream adds up to the whole message. The one exception cannot be helped: a call
+that breaks after its arguments have begun is content in a whole message, and in a stream has been sent already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from minivllm.serve.protocol import ChatDelta, ChatMessage, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
+from minivllm.serve.tools.parsers import ToolParser
+from minivllm.serve.tools.reader import Arguments, CallBegin, CallEnd, Content, Event
+
+
+class ToolAnswer:
+    """One choice's answer. parallel=False: the calls after the first are dropped."""
+
+    def __init__(self, parser: ToolParser, parallel: bool = True):
+        self.parser, self.parallel = parser, parallel
+        self.num_begun = self.num_calls = 0
+
+    def message(self, text: str) -> ChatMessage:
+        content, calls = "", []
+        for event in [*self.parser.push(text), *self.parser.end()]:
+            match event:
+                case Content(text):
+                    content += text
+                case CallBegin(name):
+                    calls.append(ToolCall(self.parser.new_id(), FunctionCall(name)))
+                case Arguments(text):
+                    calls[-1].function.arguments += text
+                case CallEnd(broken) if broken is not None:
+                    calls.pop()
+                    content += broken
+        if not self.parallel:
+            del calls[1:]
+        self.num_calls = len(calls)
+        return ChatMessage(content or None, tool_calls=calls) if calls else ChatMessage(content)
+
+    def deltas(self, text: str, finished: bool) -> list[ChatDelta]:
+        """What `text` adds; with `finished` also what was held back. Each delta has one part of one call."""
+        events = self.parser.push(text) + (self.parser.end() if finished else [])
+        return list(self._deltas(events))
+
+    def _deltas(self, events: Iterable[Event]) -> Iterable[ChatDelta]:
+        for event in events:
+            self.num_begun += isinstance(event, CallBegin)
+            call = self.num_begun - 1
+            if not self.parallel and call > 0 and not isinstance(event, Content):
+                continue
+            match event:
+                case Content(text):
+                    yield ChatDelta(content=text)
+                case CallBegin(name):
+                    function = FunctionDelta(name=name, arguments="")
+                    yield calling(ToolCallDelta(call, id=self.parser.new_id(), type="function", function=function))
+                case Arguments(text):
+                    yield calling(ToolCallDelta(call, function=FunctionDelta(arguments=text)))
+                case CallEnd(broken):
+                    self.num_calls += broken is None
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self.num_calls else reason
+
+
+def calling(part: ToolCallDelta) -> ChatDelta:
+    return ChatDelta(tool_calls=[part])

@@ -1,0 +1,105 @@
+"""The seams of structured output: a vocabulary of bytes, a backend that compiles, a grammar that follows one request.
+
+A grammar is a language over bytes. A token is allowed where its bytes keep the output a prefix of some text of the
+language; a token that ends the sequence is allowed where the output is a text of the language. Masks have one bit a
+token id, as int32 words, the lowest bit first: bit i of word w is token 32 * w + i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from minivllm.errors import BadRequest
+from minivllm.structured import regex
+from minivllm.structured.params import StructuredParams
+from minivllm.structured.trie import TokenTrie
+
+
+class Unsupported(BadRequest):
+    """A specification that may be right, and that this backend cannot hold the output to. Another one may."""
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """What a token adds to the text: b"" for those that add none (special tokens, ids that no text has)."""
+
+    tokens: Sequence[bytes]
+    eos_ids: tuple[int, ...]  # any of them ends a sequence; at least one
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_words(self) -> int:
+        """int32 words of a mask."""
+        return -(-len(self.tokens) // 32)
+
+    @cached_property
+    def trie(self) -> TokenTrie:
+        return TokenTrie(self.tokens)
+
+    @cached_property
+    def eos_mask(self) -> np.ndarray:
+        """[num_words] int32."""
+        return self.mask_of(self.eos_ids)
+
+    def mask_of(self, ids: Sequence[int]) -> np.ndarray:
+        """[num_words] int32 with the bits of `ids`."""
+        bits = np.zeros(32 * self.num_words, bool)
+        bits[list(ids)] = True
+        return pack(bits)
+
+
+class Grammar(Protocol):
+    """Where one request stands. Not thread-safe."""
+
+    @property
+    def is_terminated(self) -> bool:
+        """An end-of-sequence token has been accepted."""
+
+    def accept(self, token: int) -> bool:
+        """Follow one token. False, and nothing has changed: it is not allowed here."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last tokens that were accepted."""
+
+    def fill_mask(self, out: np.ndarray) -> None:
+        """out [num_words] int32: the tokens allowed next; once terminated, the end-of-sequence tokens alone."""
+
+
+class CompiledGrammar(Protocol):
+    """Thread-safe, shared by all requests of one specification."""
+
+    def start(self) -> Grammar: ...
+
+
+class GrammarBackend(Protocol):
+    """Built as cls(vocabulary), on the first request that needs it. Thread-safe."""
+
+    requires: ClassVar[str | None]  # the package that must be installed
+
+    def compile(self, params: StructuredParams) -> CompiledGrammar:
+        """Raises BadRequest for a specification that is wrong or too large, Unsupported for one it cannot enforce."""
+
+
+def read_regex(params: StructuredParams) -> regex.Node:
+    """The tree of the request's expression. Raises BadRequest for what is none."""
+    try:
+        return regex.parse(params.regex)
+    except regex.RegexError as e:
+        raise params.error(f"regex: {e}") from None
+
+
+def pack(bits: np.ndarray) -> np.ndarray:
+    """bits [32 * words] bool -> [words] int32."""
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def unpack(mask: np.ndarray, num_tokens: int) -> np.ndarray:
+    """mask [..., words] int32 -> [..., num_tokens] bool."""
+    return np.unpackbits(mask.view(np.uint8), axis=-1, bitorder="little")[..., :num_tokens].astype(bool)

@@ -1,0 +1,156 @@
+"""llguidance (Microsoft's guidance): lazy automata and an Earley parser, with masks in tens of microseconds.
+
+Strict where XGrammar is lenient: a keyword that it does not enforce is an error, and allOf, patternProperties,
+multipleOf, bounds of numbers and many formats are enforced. It limits its own work while compiling and while masking.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from minivllm.structured import schema as schemas
+from minivllm.structured.base import Unsupported, Vocabulary, read_regex
+from minivllm.structured.disjoint import overlapping
+from minivllm.structured.params import StructuredParams
+from minivllm.structured.regex import render
+
+# Where only one text can follow, it would allow that text's usual tokens alone; here every token that fits is allowed,
+# as with the other backends.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+
+
+class LLGuidanceBackend:
+    requires = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary):
+        import llguidance
+
+        self.vocabulary = vocabulary
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokens(vocabulary)),
+            n_vocab=len(vocabulary),
+            eos_token=list(vocabulary.eos_ids),
+        )
+
+    def compile(self, params: StructuredParams) -> CompiledLLGuidance:
+        from llguidance import LLMatcher
+
+        source = LLMatcher.grammar_from_lark(_OPTIONS + self._lark(params))
+        matcher = LLMatcher(self._tokenizer, source, log_level=0)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())
+            raise Unsupported(f"{params.field}: {params.kind}: {reason[:500]}", params.field)
+        return CompiledLLGuidance(matcher, self.vocabulary)
+
+    def _lark(self, params: StructuredParams) -> str:
+        """The specification in llguidance's own notation."""
+        from llguidance import regex_to_lark
+
+        if params.kind == "json_object":
+            return f"start: %json {_schema({'type': 'object'}, params)}"
+        if params.kind == "json":
+            try:
+                return f"start: %json {_schema(schemas.load(params.json), params)}"
+            except schemas.SchemaError as e:
+                raise params.error(f"json: {e}") from None
+        if params.kind == "regex":
+            return f"start: /{regex_to_lark(render(read_regex(params)), '')}/"
+        if params.kind == "choice":
+            return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
+        return _from_any_notation(params)
+
+
+def _schema(root: schemas.Schema, params: StructuredParams) -> str:
+    if root is True:
+        root = {}
+    if root is False:
+        raise Unsupported(f"{params.field}: json: no value fits false", params.field)
+    options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    options = options if params.disable_any_whitespace else {"whitespace_pattern": r"[ \t\r\n]*"}
+    choices = [s["oneOf"] for _, s in schemas.subschemas(root) if isinstance(s, dict) and "oneOf" in s]
+    options["coerce_one_of"] = not any(overlapping(alternatives, root) for alternatives in choices)
+    return json.dumps({**close_objects(root), "x-guidance": options})
+
+
+def _from_any_notation(params: StructuredParams) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(params.grammar)
+    except Exception as e:  # the converter raises whatever its parsing runs into
+        raise Unsupported(f"{params.field}: grammar: {e}", params.field) from None
+
+
+class _Tokens:
+    """What LLTokenizer reads of a tokenizer. Token ids are chosen by the model alone, so it need not encode."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.special_token_ids = [i for i, token in enumerate(vocabulary.tokens) if not token]
+        # A special token's bytes begin with 0xFF, which no text has.
+        self.tokens = [token or b"\xff<|%d|>" % i for i, token in enumerate(vocabulary.tokens)]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []
+
+
+class CompiledLLGuidance:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary):
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def start(self) -> LLGuidance:
+        return LLGuidance(self._matcher.deep_copy(), self._vocabulary)
+
+
+class LLGuidance:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary):
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._num_ended = 0  # end-of-sequence tokens accepted; the matcher never sees them
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._num_ended > 0
+
+    def accept(self, token: int) -> bool:
+        if token in self._vocabulary.eos_ids:
+            ended = self._num_ended > 0 or self._matcher.is_accepting()
+            self._num_ended += ended
+            return ended
+        if self._num_ended or not self._vocabulary.tokens[token]:
+            return False
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def rollback(self, num_tokens: int) -> None:
+        ended = min(num_tokens, self._num_ended)
+        self._num_ended -= ended
+        if num_tokens > ended and not self._matcher.rollback(num_tokens - ended):
+            raise ValueError(self._matcher.get_error())
+
+    def fill_mask(self, out: np.ndarray) -> None:
+        if self._num_ended or self._matcher.is_stopped():
+            out[:] = self._vocabulary.eos_mask
+        else:
+            assert out.flags.c_contiguous
+            self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
+
+
+def close_objects(schema: schemas.Schema) -> schemas.Schema:
+    """The schema with additionalProperties: false where an object lists properties and leaves it open.
+
+    Not with allOf and the like: there an object is described in several places, and closing one excludes the others.
+    """
+    intersecting = ("allOf", "unevaluatedProperties", "patternProperties", "if", "dependentSchemas", "not")
+    if any(isinstance(s, dict) and any(key in s for key in intersecting) for _, s in schemas.subschemas(schema)):
+        return schema
+    closed = json.loads(json.dumps(schema))
+    for _, inner in list(schemas.subschemas(closed)):
+        if isinstance(inner, dict) and "properties" in inner and not {"$ref", "anyOf", "oneOf"} & set(inner):
+            inner.setdefault("additionalProperties", False)
+    return closed

@@ -1,0 +1,213 @@
+"""XGrammar (Dong et al., 2024): pushdown automata whose masks are mostly found when the grammar is compiled.
+
+XGrammar reads a JSON Schema leniently: a keyword that it does not know, or not in this combination, it drops. So a
+schema is checked first against what it is known to enforce (the tests draw texts from 200 schemas and validate them),
+and anything else is Unsupported, which hands it to the next backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from minivllm.structured import schema as schemas
+from minivllm.structured.base import Unsupported, Vocabulary, read_regex
+from minivllm.structured.disjoint import overlapping
+from minivllm.structured.json_text import plain, string_tree
+from minivllm.structured.params import StructuredParams
+from minivllm.structured.regex import RegexError, parse_search, render, size
+
+# Characters of an expression once its counted repetitions are written out. XGrammar counts rather than writes them out
+# (a million take 12 ms), but has no limit of its own.
+MAX_ATOMS = 1_000_000
+TOO_MANY = f"its counted repetitions stand for over {MAX_ATOMS:,} characters"
+
+_OF_TYPE = {
+    "string": {"pattern", "minLength", "maxLength"},
+    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "number": set(),
+    "array": {"items", "prefixItems", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+    "boolean": set(),
+    "null": set(),
+}
+_CLOSING = ("/additionalProperties", "/items")  # where false says that there is nothing more
+_WHOLE = ("$ref", "enum", "const", "anyOf", "oneOf")
+
+
+class XGrammarBackend:
+    requires = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary):
+        import xgrammar
+
+        self.vocabulary = vocabulary
+        info = xgrammar.TokenizerInfo(  # a token without bytes counts as special: it is never allowed
+            list(vocabulary.tokens),
+            xgrammar.VocabType.RAW,
+            vocab_size=len(vocabulary),
+            stop_token_ids=list(vocabulary.eos_ids),
+        )
+        threads = min(4, os.cpu_count() or 1)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+
+    def compile(self, params: StructuredParams) -> CompiledXGrammar:
+        try:
+            return CompiledXGrammar(self._compile(params), self.vocabulary)
+        except (RuntimeError, ValueError) as e:  # its message ends with the reason, after the place in its source
+            reason = str(e).strip().splitlines()[-1].rpartition("] ")[2]
+            raise Unsupported(f"{params.field}: {params.kind}: {reason}", params.field) from None
+
+    def _compile(self, params: StructuredParams) -> Any:
+        free = not params.disable_any_whitespace
+        if params.kind == "json":
+            schema = json.dumps(read_schema(params))
+            return self._compiler.compile_json_schema(schema, any_whitespace=free, strict_mode=True)
+        if params.kind == "json_object":
+            return self._compiler.compile_json_schema('{"type":"object"}', any_whitespace=free, strict_mode=False)
+        if params.kind == "regex":
+            node = read_regex(params)
+            if size(node) > MAX_ATOMS:
+                raise Unsupported(f"{params.field}: regex: {TOO_MANY}", params.field)
+            return self._compiler.compile_regex(render(node))
+        if params.kind == "choice":
+            return self._compiler.compile_grammar("root ::= " + " | ".join(map(_quoted, params.choice)))
+        return self._compiler.compile_grammar(params.grammar)
+
+
+class CompiledXGrammar:
+    def __init__(self, compiled: Any, vocabulary: Vocabulary):
+        self.compiled = compiled
+        self.vocabulary = vocabulary
+
+    def start(self) -> XGrammar:
+        import xgrammar
+
+        return XGrammar(xgrammar.GrammarMatcher(self.compiled), self.vocabulary)
+
+
+class XGrammar:
+    def __init__(self, matcher: Any, vocabulary: Vocabulary):
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._after_end = 0  # end-of-sequence tokens accepted once it had terminated
+
+    @property
+    def is_terminated(self) -> bool:
+        return self._matcher.is_terminated()
+
+    def accept(self, token: int) -> bool:
+        if self._matcher.is_terminated():
+            if token not in self._vocabulary.eos_ids:
+                return False
+            self._after_end += 1
+            return True
+        return self._matcher.accept_token(token)
+
+    def rollback(self, num_tokens: int) -> None:
+        spare = min(num_tokens, self._after_end)
+        self._after_end -= spare
+        if num_tokens > spare:
+            self._matcher.rollback(num_tokens - spare)
+
+    def fill_mask(self, out: np.ndarray) -> None:
+        if self._matcher.is_terminated():
+            out[:] = self._vocabulary.eos_mask
+        else:
+            self._matcher.fill_next_token_bitmask(out[None])
+
+
+class _Unenforced(ValueError):
+    """What XGrammar would let through; the message begins with the place."""
+
+
+def read_schema(params: StructuredParams) -> schemas.Schema:
+    """As XGrammar enforces it. Raises BadRequest for what is no schema, Unsupported for what it would let through."""
+    try:
+        root = schemas.load(params.json)
+        for place in schemas.subschemas(root):
+            closes = place.schema is False and place.path.endswith(_CLOSING)
+            if not closes and (why := _unenforced(place.schema, root)):
+                raise _Unenforced(f"{place.path}{why}")
+        return _rewritten(root)
+    except _Unenforced as e:
+        raise Unsupported(f"{params.field}: json: {e}", params.field) from None
+    except schemas.SchemaError as e:
+        raise params.error(f"json: {e}") from None
+
+
+def _unenforced(schema: schemas.Schema, root: schemas.Schema) -> str:
+    """The rest of a message that begins with the schema's place, or ""."""
+    if isinstance(schema, bool):
+        return ": no value fits false" if schema is False else ""
+    keywords = schemas.assertions(schema)
+    types = schemas.types_of(schema)
+    for keyword in _WHOLE:
+        if keyword in keywords:
+            return _unenforced_whole(keyword, schema, keywords, root)
+    allowed = {"type"}.union(*(_OF_TYPE[name] for name in types or _OF_TYPE))
+    if unknown := sorted(keywords - allowed):
+        return f"/{unknown[0]} is not enforced"
+    if len(types) > 1 and keywords - {"type"}:
+        return ": several types with keywords are not enforced"
+    if "pattern" in keywords and keywords & {"minLength", "maxLength"}:
+        return "/pattern is not enforced beside minLength and maxLength"
+    if isinstance(schema.get("items"), list):
+        return "/items as a list is not enforced; use prefixItems"
+    return _unenforced_object(schema, keywords)
+
+
+def _unenforced_whole(keyword: str, schema: dict[str, Any], keywords: set[str], root: schemas.Schema) -> str:
+    beside = sorted(keywords - {keyword, "type"})
+    if beside:
+        return f"/{beside[0]} is not enforced beside {keyword}"
+    if "type" in keywords and keyword not in ("enum", "const"):
+        return f"/type is not enforced beside {keyword}"
+    values = schema["enum"] if keyword == "enum" else [schema["const"]] if keyword == "const" else ()
+    if not all(schemas.fits_types(value, schemas.types_of(schema)) for value in values):
+        return f"/type is not enforced on the values of {keyword}"
+    if keyword == "oneOf" and (pair := overlapping(schema["oneOf"], root)):
+        return f"/oneOf: alternatives {pair[0]} and {pair[1]} may both fit one value"
+    return ""
+
+
+def _unenforced_object(schema: dict[str, Any], keywords: set[str]) -> str:
+    properties = schema.get("properties", {})
+    if properties and schema.get("additionalProperties", False) is not False:
+        return "/additionalProperties is not enforced beside properties (a name could come twice)"
+    if set(schema.get("required", ())) - set(properties):
+        return "/required is not enforced for names that are not among the properties"
+    return ""
+
+
+def _rewritten(schema: schemas.Schema) -> schemas.Schema:
+    """The same schema in words that XGrammar reads right.
+
+    It lets raw quotes into some patterns, and raw control characters into strings of bounded length. So both
+    become patterns over JSON's text: a pattern without the characters that JSON escapes, which are fewer strings than
+    the schema admits, and a length in characters or escapes."""
+    safe = json.loads(json.dumps(schema))
+    for path, inner in list(schemas.subschemas(safe)):
+        if isinstance(inner, dict) and "oneOf" in inner:
+            inner["anyOf"] = inner.pop("oneOf")  # its alternatives exclude each other: that has been checked
+        if isinstance(inner, dict) and not inner.keys().isdisjoint(("pattern", "minLength", "maxLength")):
+            try:
+                tree = plain(parse_search(inner["pattern"])) if "pattern" in inner else string_tree(inner)
+            except RegexError as e:
+                raise schemas.SchemaError(f"{path}/pattern: {e}") from None
+            if tree is None:
+                raise _Unenforced(f"{path}/pattern needs characters that JSON escapes")
+            if size(tree) > MAX_ATOMS:
+                raise _Unenforced(f"{path}: {TOO_MANY}")
+            inner |= {"type": "string", "pattern": f"^{render(tree)}$"}
+            inner.pop("minLength", None)
+            inner.pop("maxLength", None)
+    return safe
+
+
+def _quoted(text: str) -> str:
+    r"""A string of its EBNF: every character as an escape that it reads (\uXXXX, \UXXXXXXXX)."""
+    return '"' + "".join(f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}" for c in text) + '"'

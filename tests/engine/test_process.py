@@ -1,0 +1,131 @@
+"""The engine core in a process of its own: the same tokens and errors, and nothing left behind however it ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from minivllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from minivllm.errors import ConfigError, EngineDead, ModelError
+from minivllm.trace import read
+
+TINY = {"kv.num_blocks": 60, "kv.block_size": 8, "executor.num_threads": 1, "model.dtype": "float32"}
+APART = {**TINY, "engine.core": "process"}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def gone(pid, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_the_tokens_are_those_of_a_core_in_this_process(tmp_path):
+    prompts = [[1, 2, 3], [4, 5], [6] * 30]
+    params = [GREEDY, GREEDY.replace(temperature=1.0, seed=5, n=2), BeamSearchParams(beam_width=2, max_tokens=6)]
+    trace = tmp_path / "trace.jsonl"
+    tokens, stats = [], []
+    for overrides in (TINY, {**APART, "debug.trace": str(trace)}):
+        with LLM("dummy:tiny", overrides=overrides) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            tokens.append([[c.token_ids for c in output.outputs] for output in outputs])
+            stats.append(llm.stats.generation_tokens)
+    assert tokens[0] == tokens[1] and stats[0] == stats[1] > 0
+    assert sum(1 for _ in read(trace).steps()) > 3
+
+
+def test_what_cannot_be_built_there_is_told_here():
+    with pytest.raises(ModelError, match="no-such-shape"):
+        LLM("dummy:no-such-shape", overrides=APART)
+    with pytest.raises(ConfigError, match="observers"):
+        LLM("dummy:tiny", overrides=APART, observers=[object()])
+
+
+async def drain(engine, request_id, params):
+    return [output async for output in engine.generate([1, 2, 3], params, request_id, output_kind="delta")]
+
+
+def test_streams_end_with_an_error_when_the_core_is_killed_and_later_requests_are_refused():
+    engine = AsyncLLM("dummy:tiny", overrides=APART)
+
+    async def run():
+        tasks = [asyncio.create_task(drain(engine, str(i), GREEDY.replace(max_tokens=400))) for i in range(4)]
+        while not engine.stats.generation_tokens:
+            await asyncio.sleep(0.01)
+        os.kill(engine._link.pid, signal.SIGKILL)
+        begin = time.monotonic()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert time.monotonic() - begin < 2
+        assert all(isinstance(end, EngineDead) and "signal 9" in str(end) for end in ends)
+        assert not engine.is_running
+        with pytest.raises(EngineDead):
+            await drain(engine, "late", GREEDY)
+
+    asyncio.run(run())
+    engine.close()
+
+
+def test_leaving_a_stream_frees_its_blocks_there():
+    engine = AsyncLLM("dummy:tiny", overrides=APART)
+
+    async def run():
+        stream = engine.generate([1, 2], GREEDY.replace(max_tokens=400), "a")
+        async for _ in stream:
+            break
+        await stream.aclose()
+        for _ in range(500):
+            if engine.stats.num_free_blocks == 60 and not engine.stats.num_running:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("blocks are still in use")
+
+    asyncio.run(run())
+    pid = engine._link.pid
+    engine.close()
+    engine.close()
+    assert gone(pid)
+
+
+def test_the_parents_death_ends_the_core(tmp_path):
+    script = f"""
+import os, time
+from minivllm import LLM
+if __name__ == "__main__":
+    llm = LLM("dummy:tiny", overrides={APART!r})
+    print(llm._link.pid, flush=True)
+    time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    assert psutil.pid_exists(pid)
+    parent.kill()
+    parent.wait()
+    assert gone(pid)
+
+
+def test_ctrl_c_in_a_terminal_reaches_both_and_leaves_nothing():
+    """A terminal sends the interrupt to the whole group: the core leaves it to its parent to say what it means."""
+    script = f"""
+from minivllm import LLM, SamplingParams
+llm = LLM("dummy:tiny", overrides={APART!r})
+print(llm._link.pid, flush=True)
+try:
+    llm.generate([[1, 2]], SamplingParams(max_tokens=480, ignore_eos=True), use_tqdm=False)
+except KeyboardInterrupt:
+    print(len(llm.generate([[1, 2]], SamplingParams(max_tokens=5), use_tqdm=False)), "answer after it", flush=True)
+    llm.shutdown()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    pid = int(parent.stdout.readline())
+    time.sleep(0.3)
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.communicate(timeout=20)[0] == "1 answer after it\n"
+    assert parent.returncode == 0 and gone(pid)

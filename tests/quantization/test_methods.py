@@ -1,0 +1,218 @@
+"""Rule: which form of a weight is used may depend on the number of tokens, and then it is exactly that form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minivllm import LLM, SamplingParams
+from minivllm.errors import ConfigError
+from minivllm.kernels.cpu import linear as kernels
+from minivllm.layers.embedding import Embedding, LMHead, TiedLMHead
+from minivllm.layers.linear import Linear, Unquantized, choose_method
+from minivllm.loading import load_model
+from minivllm.quantization import Packed, crossover, dequantise, quantise
+from minivllm.quantization.packed import NEVER, KeptPacked, Limit, QuantisedAtLoad
+from minivllm.quantization.select import choose, install, linear_layers
+
+needs_kernels = pytest.mark.skipif(kernels.obstacle() is not None, reason=str(kernels.obstacle()))
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def layer_of(method, dtype=torch.bfloat16, bias=True) -> Linear:
+    torch.manual_seed(0)
+    layer = Linear(64, {"q": 32, "k": 16}, bias=bias, dtype=dtype, method=method)
+    weight = torch.randn(48, 64).to(dtype)
+    if isinstance(method, KeptPacked):
+        for to, values in zip((layer.codes, layer.scales, layer.minima), quantise(weight, method.bits), strict=True):
+            if to is not None:
+                to.data.copy_(values)
+    else:
+        layer.weight.data.copy_(weight)
+    if bias:
+        layer.bias.data.normal_()
+    return layer
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [QuantisedAtLoad, KeptPacked])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dual_is_its_two_parts_on_both_sides_of_the_limit(bits, kind):
+    dense = choose_method(CPU, torch.bfloat16).method
+    dual, packed, limit = layer_of(kind(bits, dense, limit := Limit(5))), layer_of(kind(bits)), limit
+    dual.finish(), packed.finish()
+    rounded = layer_of(dense)
+    rounded.weight.data.copy_(dequantise(quantise(layer_of(Unquantized()).weight.data, bits)))
+    rounded.finish()
+    for tokens in (1, 4, 5, 6, 32):
+        x = torch.randn(tokens, 64).bfloat16()
+        assert torch.equal(dual(x), (rounded if tokens >= limit.tokens else packed)(x)), tokens
+    x = torch.randn(5, 64).bfloat16()
+    assert not torch.equal(rounded(x), packed(x)), "the two cannot be told apart, so the lines above show nothing"
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_that_are_kept_are_those_that_were_loaded(dtype):
+    for bits in (4, 8):
+        kept, made = layer_of(KeptPacked(bits), dtype), layer_of(QuantisedAtLoad(bits), dtype)
+        kept.finish(), made.finish()
+        x = torch.randn(3, 64).to(dtype)
+        assert torch.equal(kept(x), made(x))
+        assert kept.weight is None and kept.codes is None and made.weight is None  # one copy is kept
+
+
+@needs_kernels
+def test_the_head_gives_the_fp32_sums():
+    """In bf16 a vocabulary's logits are full of ties."""
+    torch.manual_seed(0)
+    embedding = Embedding(96, 64, torch.bfloat16)
+    embedding.weight.data.normal_()
+    method = QuantisedAtLoad(8)
+    head = LMHead(64, 96, dtype=torch.bfloat16, method=method)
+    head.weight.data.copy_(embedding.weight)
+    tied = TiedLMHead(embedding, method)
+    head.finish(), tied.finish()
+    hidden = torch.randn(2, 64).bfloat16()
+    expected = hidden.float() @ dequantise(quantise(embedding.weight.data, 8)).T
+    for logits in (head(hidden), tied(hidden)):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=64 * 4 * 3 * 0.5 / 16256)  # see test_packed_matrix
+        assert not torch.equal(logits, logits.bfloat16().float())
+    assert torch.equal(embedding(torch.tensor([3])), embedding.weight[[3]])  # look-ups are of the dense rows
+
+
+@needs_kernels
+def test_the_crossover_is_a_count_that_was_tried():
+    layers = [layer_of(QuantisedAtLoad(4, choose_method(CPU, torch.bfloat16).method)) for _ in range(40)]
+    for layer in layers:
+        layer.finish()
+    found = crossover.measure(layers)
+    assert found.tokens in (*crossover.TOKENS, NEVER) and found.reason
+
+
+@needs_kernels
+@pytest.mark.parametrize("dense_wins", [True, False])
+def test_when_its_time_is_over_the_crossover_is_a_guess_on_the_right_side(monkeypatch, dense_wins):
+    layer = layer_of(QuantisedAtLoad(4, Unquantized()))
+    layer.finish()
+    races = []
+    monkeypatch.setattr(crossover, "_race", lambda sample, tokens: races.append(tokens) or (1 + dense_wins, 1.5))
+    tokens = crossover.measure([layer], max_seconds=0).tokens
+    assert len(races) == 1 and tokens != NEVER and (tokens < races[0] if dense_wins else tokens > races[0])
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dense_from", "expected"), [(2, 2), (16, 16), (128, 128), (10_000, NEVER)])
+def test_the_crossover_is_where_the_faster_one_changes(monkeypatch, dense_from, expected):
+    layer = layer_of(QuantisedAtLoad(4, Unquantized()))
+    layer.finish()
+    monkeypatch.setattr(crossover, "_race", lambda sample, tokens: (2.0, 1.0) if tokens >= dense_from else (1.0, 2.0))
+    assert crossover.measure([layer]).tokens == expected
+
+
+@pytest.mark.parametrize("asked", ["int4", "int8"])
+@pytest.mark.parametrize(
+    ("device", "dtype", "why"), [(CUDA, torch.bfloat16, "on a CPU only"), (CPU, torch.float16, "not in float16")]
+)
+def test_what_cannot_be_is_refused_with_what_to_do(asked, device, dtype, why):
+    with pytest.raises(ConfigError, match=f"model.quantization={asked}: .*{why}.*Use model.quantization=none"):
+        choose(asked, device, dtype, is_packed=True)
+    assert choose("auto", device, dtype, is_packed=True).kind == "none"
+
+
+def test_without_a_compiler_auto_is_dense_and_the_rest_is_refused(monkeypatch):
+    monkeypatch.setattr(kernels, "obstacle", lambda: "no C++ compiler")
+    assert choose("auto", CPU, torch.bfloat16, True) == ("none", choose("auto", CPU, torch.bfloat16, True).reason)
+    assert "no C++ compiler" in choose("auto", CPU, torch.bfloat16, True).reason
+    with pytest.raises(ConfigError, match="no C\\+\\+ compiler"):
+        choose("int4", CPU, torch.bfloat16, False)
+
+
+@needs_kernels
+def test_fp32_is_exact_unless_asked_otherwise():
+    assert choose("auto", CPU, torch.float32, is_packed=True).kind == "none"
+    assert choose("auto", CPU, torch.bfloat16, is_packed=True).kind == "kept"
+    assert choose("auto", CPU, torch.bfloat16, is_packed=False).kind == "none"
+    assert choose("int8", CPU, torch.float32, is_packed=False).kind == "int8"
+    assert choose("none", CPU, torch.bfloat16, is_packed=True).kind == "none"
+
+
+@needs_kernels
+def test_an_option_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="quantization.*int8, int4"):
+        LLM("dummy:tiny", quantization="int3")
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("asked", "bits"), [("int4", 4), ("int8", 8)])
+def test_a_model_quantised_at_load_is_the_model_with_rounded_weights(asked, bits, dtype):
+    """Logits against those of a dense fp32 model whose weights are what the codes mean."""
+    from naive_attention import logits_of
+
+    plain = load_model("dummy:tiny", dtype, "cpu", quantization="none")
+    packed = load_model("dummy:tiny", dtype, "cpu", quantization=asked, dense_copy=False)
+    ids = list(range(20))
+    found, expected = logits_of(packed.model, ids), logits_of(dense_fp32(dtype, bits), ids)
+    if dtype is torch.float32:
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)  # fp32 sums in another order
+    else:
+        noise = (logits_of(plain.model, ids) - logits_of(dense_fp32(dtype, None), ids)).pow(2).mean().sqrt()
+        assert (found - expected).pow(2).mean().sqrt() <= 1.5 * noise  # what bf16 activations cost without any packing
+    assert packed.quantization[0] == asked and plain.quantization[0] == "none"
+
+
+def dense_fp32(dtype, bits):
+    """The tiny model of `dtype` in fp32, the weights of its linear layers rounded to `bits` bits, or as they are."""
+    from minivllm.loading.dummy import dummy_spec, fill
+    from minivllm.models import MODELS
+
+    spec = dummy_spec("tiny")
+    source = MODELS.get(spec.architecture)(spec, dtype, CPU).eval()
+    fill(source, 0)
+    model = MODELS.get(spec.architecture)(spec, torch.float32, CPU).eval()
+    with torch.no_grad():
+        for (_, to), (_, value) in zip(model.named_parameters(), source.named_parameters(), strict=True):
+            to.copy_(value)
+        for layer, names in linear_layers(model):
+            if bits:
+                rounded = dequantise(quantise(layer.weight.to(dtype), 8 if names == ["lm_head"] else bits))
+                layer.weight = torch.nn.Parameter(rounded, requires_grad=False)  # the tied embedding is not rounded
+    model.finish()
+    return model
+
+
+@needs_kernels
+def test_a_layer_of_unequal_parts_stays_dense():
+    from minivllm.loading.dummy import dummy_spec
+    from minivllm.models import MODELS
+
+    spec = dummy_spec("tiny")
+    model = MODELS.get(spec.architecture)(spec, torch.bfloat16, CPU)
+    stored = {f"model.layers.0.self_attn.{p}_proj": 4 for p in "qk"} | {"model.layers.0.self_attn.o_proj": 8}
+    done = install(model, "kept", stored, dense_copy=True)
+    assert [layer.method.bits for layer in done.layers] == [8] and model.layers[0].attention.o in done.layers
+    assert done.left == 4 * 4 + 1 - 1
+    assert not isinstance(model.layers[0].attention.qkv.method, KeptPacked)  # v is missing
+
+
+@needs_kernels
+@pytest.mark.parametrize("dense_copy", [True, False])
+def test_the_engine_says_what_it_chose(dense_copy):
+    with LLM("dummy:tiny", dtype="bfloat16", quantization="int4", overrides={"model.dense_copy": dense_copy}) as llm:
+        chosen = {d.field: d for d in llm.decisions}
+        assert chosen["model.quantization"].value == "int4"
+        assert chosen["model.linear"].value == ("dual" if dense_copy else "packed")
+        assert "16 in 4 bits and 1 in 8 bits" in chosen["model.linear"].reason
+        out = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert len(out[0].outputs[0].token_ids) == 4
+
+
+def test_the_oracle_is_the_formula():
+    packed = Packed(
+        torch.full((1, 16), 0x21, dtype=torch.uint8), torch.full((1, 1), 0.5).half(), torch.ones(1, 1).half()
+    )
+    expected = torch.cat((torch.full((16,), 1.5), torch.full((16,), 2.0)))[None]  # low halves first
+    assert torch.equal(dequantise(packed), expected)
+    assert torch.equal(F.linear(torch.ones(1, 32), dequantise(packed)), expected.sum().view(1, 1))

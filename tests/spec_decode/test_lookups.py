@@ -1,0 +1,110 @@
+"""Looking continuations up: each index against a search through the text."""
+
+import random
+
+import pytest
+
+from minivllm.spec_decode.lookup import trust_of
+from minivllm.spec_decode.ngram import NGram, naive_draft
+from minivllm.spec_decode.suffix import EarlierOutputs, SuffixAutomaton, SuffixLookup
+from minivllm.spec_decode.throttle import NUM_TRUST
+
+
+def texts(seed: int, num: int = 40):
+    rng = random.Random(seed)
+    for _ in range(num):
+        yield [rng.randrange(rng.choice((2, 3, 9))) for _ in range(rng.randrange(1, 40))]
+
+
+@pytest.mark.parametrize("low, high", [(1, 1), (1, 3), (2, 4), (3, 3)])
+def test_an_ngram_is_found_as_a_search_finds_it(low, high):
+    for text in texts(low * 10 + high):
+        for cut in range(1, len(text) + 1):
+            index = NGram(text[: cut // 2], low, high)
+            index.extend(text[cut // 2 : cut])
+            assert index.draft(5).tokens == naive_draft(text[:cut], low, high, 5)
+
+
+def test_an_ngram_guess_goes_on_as_the_text_has_begun():
+    assert NGram([5, 6, 7, 5, 6, 7, 5], 1, 3).draft(7).tokens == [6, 7, 5, 6, 7, 5, 6]
+
+
+def test_a_longer_match_is_more_evidence():
+    long = list(range(20))
+    assert NGram([*long, 50, *long], 2, 4).draft(3).trust == NUM_TRUST - 1
+    assert NGram([1, 2, 9, 8, 1, 2], 2, 4).draft(3) == ([9, 8, 1], 1)
+    assert [trust_of(n) for n in (1, 2, 3, 4, 7, 8, 9, 99)] == [0, 1, 1, 2, 2, 3, 3, 3]
+
+
+def longest_ending_before(text: list[int], end: list[int]) -> int:
+    """Length of the longest ending of `end` that occurs in text."""
+    for n in range(len(end), 0, -1):
+        if any(text[i : i + n] == end[len(end) - n :] for i in range(len(text) - n + 1)):
+            return n
+    return 0
+
+
+def test_the_suffix_link_is_the_longest_ending_that_occurred_before():
+    for text in texts(1):
+        automaton = SuffixAutomaton()
+        for i, token in enumerate(text):
+            automaton.extend(token)
+            link = automaton.link[automaton.last]
+            assert automaton.length[link] == longest_ending_before(text[:i], text[: i + 1])
+
+
+def test_a_walk_finds_the_longest_ending_in_a_text_that_grows():
+    rng = random.Random(2)
+    for _ in range(60):
+        automaton, outputs = SuffixAutomaton(), []
+        query, state, matched = [], 0, 0
+        for _ in range(40):
+            if rng.random() < 0.15:
+                outputs.append([rng.randrange(3) for _ in range(rng.randrange(1, 12))])
+                automaton.start_over()
+                for token in outputs[-1]:
+                    automaton.extend(token)
+            query.append(rng.randrange(3))
+            before = matched
+            state, matched = automaton.step(state, matched, query[-1])
+            longest = max((longest_ending_before(text, query) for text in outputs), default=0)
+            assert matched == min(longest, before + 1), "a match grows by one token at most"
+
+
+def test_the_most_frequent_continuation_is_followed():
+    text = [1, 2, 3, 4, 6, 1, 2, 3, 5, 7, 1, 2, 3, 4, 8, 1, 2]
+    assert SuffixLookup(text, len(text), EarlierOutputs(0)).draft(2).tokens == [3, 4]
+    assert SuffixLookup(text[:2], 2, EarlierOutputs(0)).draft(2).tokens == []
+
+
+def test_earlier_outputs_help_a_request_that_has_not_said_it_yet():
+    earlier = EarlierOutputs(100)
+    first = SuffixLookup([9, 9, 1, 2, 3, 4, 5], 2, earlier)
+    second = SuffixLookup([7, 8], 2, earlier)
+    assert second.draft(4).tokens == []
+    first.close()
+    second.extend([2, 3])
+    assert second.draft(4).tokens == [4, 5]
+    assert SuffixLookup([0, 9], 2, earlier).draft(4).tokens == [], "prompts are not remembered"
+
+
+def test_earlier_outputs_are_bounded_and_a_request_finds_its_place_again():
+    earlier = EarlierOutputs(50)
+    request = SuffixLookup([0], 1, earlier)
+    request.extend([31, 32])
+    for i in range(30):
+        earlier.add([10 + i, 11 + i, 12 + i, 13 + i])
+        assert earlier.num_tokens == sum(map(len, earlier.outputs)) <= 50
+    assert earlier.generation > 0
+    assert request.draft(4).tokens[:2] == [33, 34]
+    earlier.add(list(range(500)))
+    assert earlier.num_tokens == 50
+
+
+def test_a_lookup_costs_no_search():
+    """Asserted in states, not in seconds: at most two a token."""
+    automaton = SuffixAutomaton()
+    rng = random.Random(0)
+    for _ in range(3000):
+        automaton.extend(rng.randrange(4))
+    assert len(automaton.next) <= 2 * 3000
