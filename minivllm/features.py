@@ -402,14 +402,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(("forward", "eager"), ("compile", option), "only runner.forward=piecewise has pieces to compile")
         for option in ("background", "wait")
     ),
-    *(
-        Conflict(("forward", "piecewise"), (axis, option), f"{what} by C++ calls that cannot be traced yet")
-        for axis, option, what in (
-            ("quantization", "int8", "packed weights are multiplied"),
-            ("quantization", "int4", "packed weights are multiplied"),
-            ("lora", True, "adapters are multiplied"),
-        )
-    ),
+    Conflict(("forward", "piecewise"), ("lora", True), "adapters are multiplied by calls that cannot be traced yet"),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")
