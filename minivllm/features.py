@@ -402,7 +402,10 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(("forward", "eager"), ("compile", option), "only runner.forward=piecewise has pieces to compile")
         for option in ("background", "wait")
     ),
-    Conflict(("forward", "piecewise"), ("lora", True), "adapters are multiplied by calls that cannot be traced yet"),
+    *(
+        Conflict((axis, option), ("lora", True), "adapters are multiplied by calls that cannot be traced yet")
+        for axis, option in (("forward", "piecewise"), ("compile", "background"), ("compile", "wait"))
+    ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")
