@@ -24,7 +24,7 @@ from common import emit, note, parser, spread
 from minivllm import LLM
 from minivllm.compile.program import Bound
 from minivllm.compile.store import Store, program_key
-from minivllm.compile.trace import skeleton, tensors_of
+from minivllm.compile.trace import skeleton
 from minivllm.config import DEFAULT_MODEL
 from minivllm.loading.cache import Cache
 from minivllm.machine import num_cores
@@ -89,7 +89,7 @@ def load_warm(model: torch.nn.Module, num_threads: int, cache: Path) -> float:
     begin = time.perf_counter()
     store = Store(Cache(cache))
     program = store.program(program_key(model, num_threads))
-    Bound(program, store.pieces(program), tensors_of(model))
+    Bound(program, store.pieces(program), model)
     return time.perf_counter() - begin
 
 

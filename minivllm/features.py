@@ -403,13 +403,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         for option in ("background", "wait")
     ),
     *(
-        Conflict(pieces, (axis, option), f"{what} by C++ calls that cannot be traced yet")
-        for pieces in (("forward", "piecewise"), ("compile", "background"), ("compile", "wait"))
-        for axis, option, what in (
-            ("quantization", "int8", "packed weights are multiplied"),
-            ("quantization", "int4", "packed weights are multiplied"),
-            ("lora", True, "adapters are multiplied"),
-        )
+        Conflict((axis, option), ("lora", True), "adapters are multiplied by calls that cannot be traced yet")
+        for axis, option in (("forward", "piecewise"), ("compile", "background"), ("compile", "wait"))
     ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(

@@ -10,6 +10,8 @@ The compiled parts before and after it are called in turn with it, and it runs a
         fake=lambda x, packed, threshold: x.new_empty(x.shape[0], packed.shape[0]),
     )
 
+A whole module is opaque if it has an `opaque_size`: see OpaqueModule.
+
 What changes from step to step must reach it as a tensor of the model (a parameter, a buffer or a plain attribute of a
 module) or through a context variable; numbers and strings are constants of the trace.
 """
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 NAMESPACE = "minivllm"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -54,3 +57,30 @@ def name_of(operation: Any) -> str:
 def find(name: str) -> Callable[..., Any]:
     """What the operation of this name runs, without torch's dispatcher. Raises KeyError: nobody registered it."""
     return _by_name[name]
+
+
+def _unbound(x: Tensor, path: str, size: int) -> Tensor:
+    raise AssertionError(f"{path}: a program calls the model's own module")
+
+
+CALL_MODULE = "call_module"
+_call_module = opaque(
+    f"{CALL_MODULE}(Tensor x, str path, int size) -> Tensor",
+    _unbound,
+    lambda x, path, size: x.new_empty(x.shape[0], size),
+)
+
+
+class OpaqueModule(nn.Module):
+    """Stands in a trace for a module whose `opaque_size` is not None: x [T, any] -> [T, opaque_size] in x's dtype.
+
+    The program calls the module itself, as eager code would, so whatever it reads may change from step to step.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+        self.path = ""  # in the model, set by the trace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _call_module(x, self.path, self.size)

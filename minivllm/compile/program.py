@@ -10,9 +10,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from minivllm.compile.opaque import find
+from minivllm.compile.opaque import CALL_MODULE, find
+from minivllm.compile.trace import tensors_of
 
 
 class Slot(NamedTuple):
@@ -66,12 +67,21 @@ Piece = Callable[[list[Tensor]], Any]  # tensors in, a sequence of tensors out
 
 
 class Bound:
-    """A program with its pieces and a model's weights: call it as the model. Not re-entrant: slots are its own."""
+    """A program with its pieces and a model's weights: call it as that model. Not re-entrant: slots are its own."""
 
-    def __init__(self, program: Program, pieces: Mapping[str, Piece], weights: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        program: Program,
+        pieces: Mapping[str, Piece],
+        model: nn.Module,
+        pin: Callable[[Piece], Piece] = lambda op: op,
+    ):
+        """pin: wraps each operation between pieces (compile/rehearsal.py)."""
+        self._pin = pin
         self._values: list[Any] = [None] * program.num_slots
         self._output = program.output
-        self._calls = [self._bind(call, pieces, weights) for call in program.calls]
+        weights = tensors_of(model)
+        self._calls = [self._bind(call, pieces, weights, model) for call in program.calls]
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         values = self._values
@@ -82,17 +92,20 @@ class Bound:
         return values[self._output]
 
     def _bind(
-        self, call: Call, pieces: Mapping[str, Piece], weights: Mapping[str, Tensor]
+        self, call: Call, pieces: Mapping[str, Piece], weights: Mapping[str, Tensor], model: nn.Module
     ) -> tuple[Piece, list[int], tuple[int, ...]]:
         """Weights and constants get places behind the slots, filled for good."""
         args = []
+        if call.name == CALL_MODULE:
+            module = model.get_submodule(call.args[1])
+            return self._pin(lambda args: (module(*args),)), [call.args[0].number], call.outs
         for arg in call.args:
             if isinstance(arg, Slot):
                 args.append(arg.number)
             else:
                 args.append(len(self._values))
                 self._values.append(weights[arg.name] if isinstance(arg, Weight) else arg)
-        run = pieces[call.name] if call.kind == "piece" else _as_piece(find(call.name), len(call.outs))
+        run = pieces[call.name] if call.kind == "piece" else self._pin(_as_piece(find(call.name), len(call.outs)))
         return run, args, call.outs
 
 

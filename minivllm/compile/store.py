@@ -110,6 +110,9 @@ def program_key(model: nn.Module, num_threads: int) -> str:
 def describe(model: nn.Module) -> Iterable[str]:
     """Modules and what each of them holds: tensors by shape, numbers by value, other objects by type and content."""
     for path, module in model.named_modules():
+        if (size := getattr(module, "opaque_size", None)) is not None:
+            yield f"{path}: opaque, {size}"
+            continue
         yield f"{path}: {type(module).__qualname__}"
         held = {**module._parameters, **module._buffers, **module.__dict__}
         for name, value in held.items():
@@ -122,7 +125,7 @@ def _show(value: Any, depth: int = 3) -> str:
         return f"{tuple(value.shape)} {value.dtype} {value.device} {'packed' if value.is_mkldnn else value.stride()}"
     if isinstance(value, (int, float, str, bool, type(None), slice, torch.dtype, torch.device)):
         return repr(value)
-    if depth == 0:
+    if depth == 0 or getattr(value, "opaque", False):
         return type(value).__qualname__
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_show(v, depth - 1) for v in value)}]"

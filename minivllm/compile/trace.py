@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minivllm.compile.opaque import OpaqueModule
+
 INPUTS = ("token_ids", "positions")  # of every model's forward, each [T] int64
 
 
@@ -52,6 +54,10 @@ def skeleton(model: nn.Module) -> bytes:
 
 
 class _SkeletonPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        size = getattr(value, "opaque_size", None) if isinstance(value, nn.Module) else None
+        return NotImplemented if size is None else (OpaqueModule, (size,))
+
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):  # a packed weight has no strides; it is passed through, never read
             return id(value), tuple(value.shape), value.dtype, None if value.is_mkldnn else value.stride()
@@ -84,6 +90,9 @@ def trace(pickled: bytes) -> Trace:
     shapes = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shapes)
     model = _FakeUnpickler(io.BytesIO(pickled), fake_mode).load()
+    for path, module in model.named_modules():
+        if isinstance(module, OpaqueModule):
+            module.path = path
     places = _places(model)
     with fake_mode, shapes.ignore_fresh_unbacked_symbols():
         num_tokens = shapes.create_unbacked_symint()

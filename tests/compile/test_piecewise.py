@@ -58,6 +58,16 @@ def test_greedy_tokens_are_those_of_the_eager_model(mode, check, compiled, wante
         assert generate(llm) == wanted
 
 
+def test_packed_weights_are_multiplied_between_the_pieces():
+    """Two products follow each other in a layer with nothing but element-wise work between: more pieces."""
+    options = {"model.quantization": "int8", "debug.check": True}
+    with tiny_llm(**options) as llm:
+        eager = generate(llm)
+    with tiny_llm(**options, **{"runner.forward": "piecewise"}) as llm:
+        assert "21 pieces, 6 different" in how(llm)[1]  # 4 layers of 4 products and attention
+        assert generate(llm) == eager
+
+
 def test_the_keyword_chooses_the_forward():
     with LLM("dummy:tiny", compile="off", overrides=TINY) as llm:
         assert llm.config.runner.forward == "eager"

@@ -10,7 +10,7 @@ from minivllm import LLM, SamplingParams, StructuredParams
 from minivllm.features import FEATURES
 from minivllm.kernels.cpu import build
 
-AXES = [feature for feature in FEATURES if feature.name != "core"]  # tests/engine/test_process.py
+AXES = list(FEATURES)
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
 SMALL["spec_decode.model"] = "dummy:tiny"  # for method draft: its own weights, so every guess is right
 SMALL["executor.num_threads"] = 1  # threads only get in each other's way on a model this small
