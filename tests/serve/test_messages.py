@@ -211,7 +211,7 @@ def test_a_real_engine_says_why_it_stopped(serving):
         assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", piece)
         assert cut.content[0].text == text[: text.index(piece)]
         with client.messages.stream(max_tokens=20, stop_sequences=[piece], **asked) as stream:
-            assert stream.get_final_message().content == cut.content
+            assert stream.get_final_message().content[0].text == cut.content[0].text
             assert stream.get_final_message().stop_sequence == piece
 
 
