@@ -23,7 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
-from minivllm.serve import chat, completions, errors, lora, messages, messages_protocol, openapi, protocol, tokenize
+from minivllm.serve import chat, completions, errors, lora, messages, openapi, protocol, responses, tokenize
+from minivllm.serve import messages_protocol as anthropic
+from minivllm.serve import responses_protocol as newer
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, events
 from minivllm.serve.tools.parsers import HermesParser, ToolParser
@@ -124,20 +126,29 @@ ENDPOINTS = (
     ),
     Endpoint(
         "POST",
+        "/v1/responses",
+        responses.responses,
+        "Answer a text or conversation: OpenAI's newer API",
+        newer.ResponseObject,
+        newer.ResponsesRequest,
+        newer.ResponseEvent,
+    ),
+    Endpoint(
+        "POST",
         "/v1/messages",
         messages.messages,
         "Answer a conversation: Anthropic's API",
-        messages_protocol.MessageAnswer,
-        messages_protocol.MessagesRequest,
-        messages_protocol.MessageEvent,
+        anthropic.MessageAnswer,
+        anthropic.MessagesRequest,
+        anthropic.MessageEvent,
     ),
     Endpoint(
         "POST",
         "/v1/messages/count_tokens",
         messages.count_tokens,
         "How long the prompt of such a conversation is",
-        messages_protocol.InputTokens,
-        messages_protocol.CountTokensRequest,
+        anthropic.InputTokens,
+        anthropic.CountTokensRequest,
     ),
     Endpoint("GET", "/v1/models", list_models, "The names that `model` may have", protocol.ModelList),
     Endpoint("GET", "/v1/models/{model:path}", get_model, "One model", protocol.ModelCard),

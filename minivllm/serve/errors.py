@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 
 import msgspec
@@ -61,6 +63,19 @@ def body(error: ApiError) -> bytes:
     kind = {401: "authentication_error", 404: "not_found_error"}.get(error.status, "invalid_request_error")
     kind = "server_error" if error.status >= 500 else kind
     return msgspec.json.encode(ErrorBody(ErrorDetail(str(error), kind, error.param, error.code)))
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """For a request that was translated into another: complaints name the fields that the client has sent."""
+    try:
+        yield
+    except (ApiError, BadRequest) as error:
+        told = as_api_error(error)
+        message, param = str(told), told.param or ""
+        for there, here in names.items():
+            message, param = message.replace(there, here), param.replace(there, here)
+        raise ApiError(told.status, message, told.code, param or None) from error
 
 
 def message_body(error: ApiError) -> bytes:

@@ -43,13 +43,19 @@ from minivllm.serve.messages_protocol import (
 from minivllm.serve.protocol import ChatChunkChoice, ChatRequest, Message
 from minivllm.serve.tools.ask import asked
 
+NAMES = {
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+    "response_format.json_schema": "output_config.format",
+}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def messages(request: Request) -> ASGIApp:
     body, service = protocol.parse(await read_body(request), MessagesRequest), request.app.state.service
     service.check_model(body.model)
-    job, shape = await chat.prepare(as_chat(body), service)
+    with errors.renaming(NAMES):
+        job, shape = await chat.prepare(as_chat(body), service)
     job.id = new_id("msg").replace("-", "_")
     if body.stream:
         return EventStream(events(job, shape), job.id, errors.message_event)
