@@ -28,6 +28,7 @@ from workloads import Scene, draw
 
 from minivllm.config import DEFAULT_MODEL, EngineConfig, parse_set
 from minivllm.plan import StepPlan
+from minivllm.runner.dummies import DummyBatches
 from minivllm.runner.worker import measure_prefill
 
 KINDS = ("recompute", "swap")
@@ -46,8 +47,8 @@ def seconds_of_a_swap(side: Side, num_blocks: int) -> float:
 def seconds_of_a_recomputation(side: Side, num_tokens: int) -> float:
     config = side.engine.config
     with torch.inference_mode():
-        runner, spare_block = side.engine.executor.worker.runner, config.kv.num_blocks
-        return num_tokens * measure_prefill(runner, spare_block, config.kv.block_size, num_tokens)
+        dummies = DummyBatches(config.kv.num_blocks, config.kv.block_size, num_tokens)
+        return num_tokens * measure_prefill(side.engine.executor.worker.runner, dummies.make(num_tokens))
 
 
 def measure(block_size: int, scenes: list[Scene], args: Any, bar: tqdm) -> dict[str, Any]:
