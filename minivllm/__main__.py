@@ -11,6 +11,7 @@ from minivllm.registry import did_you_mean
 COMMANDS = {
     "serve": ("minivllm.serve.command", "an OpenAI-compatible server"),
     "chat": ("minivllm.cli_chat", "talk to a model in this terminal"),
+    "batch": ("minivllm.cli_batch", "answer a file of requests offline, in OpenAI's batch format"),
     "features": ("minivllm.cli_features", "every option of the engine, its default and its meaning"),
     "trace": ("minivllm.cli_trace", "replay a recorded run, or export it to the Chrome trace format"),
     "version": ("", "the version of minivllm"),

@@ -18,7 +18,7 @@ from minivllm.errors import BadRequest
 from minivllm.serve import chat, errors, protocol
 from minivllm.serve.chat import ChatShape
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
-from minivllm.serve.generation import Job
+from minivllm.serve.generation import Job, Service
 from minivllm.serve.protocol import ChatDelta, ChatRequest, Message
 from minivllm.serve.responses_protocol import (
     AllowedChoice,
@@ -47,13 +47,17 @@ NAMES = {  # a chat request's, and what they are called here
 async def responses(request: Request) -> ASGIApp:
     body, service = protocol.parse(await read_body(request), ResponsesRequest), request.app.state.service
     service.check_model(body.model)
+    writer = await prepare(body, service)
+    if body.stream:
+        return EventStream(writer.events(), writer.job.id, writer.error)
+    return JSONAnswer(writer.answer(), writer.job.id)
+
+
+async def prepare(body: ResponsesRequest, service: Service) -> Writer:
     with errors.renaming(NAMES):
         job, shape = await chat.prepare(as_chat(body), service)
     job.id = new_id("resp")
-    writer = Writer(job, shape, body)
-    if body.stream:
-        return EventStream(writer.events(), job.id, writer.error)
-    return JSONAnswer(writer.answer(), job.id)
+    return Writer(job, shape, body)
 
 
 def new_id(prefix: str) -> str:

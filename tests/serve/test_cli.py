@@ -23,7 +23,15 @@ def run(*args, code=0, stdin=None):
     return done.stdout + done.stderr
 
 
-LIGHT = (["--help"], ["serve", "--help"], ["chat", "--help"], ["features"], ["serve", "--prt", "1"], ["serv"])
+LIGHT = (
+    ["--help"],
+    ["serve", "--help"],
+    ["chat", "--help"],
+    ["batch", "--help"],
+    ["features"],
+    ["serve", "--prt", "1"],
+    ["serv"],
+)
 
 
 @pytest.mark.parametrize("args", LIGHT, ids=" ".join)
