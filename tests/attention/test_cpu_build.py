@@ -37,7 +37,7 @@ def entries(tmp_path: Path) -> list[Path]:
 
 def test_they_are_compiled_once_and_say_so(compiler, tmp_path, capsys):
     log = compiler('echo library > "$last"')
-    first, second = build.path(), build.path()
+    first, second = build.path("attention"), build.path("attention")
     assert first == second and first.read_text() == "library\n"
     assert log.read_text() == "run\n" and len(entries(tmp_path)) == 1
     assert capsys.readouterr().err.count("compiling") == 1
@@ -45,31 +45,31 @@ def test_they_are_compiled_once_and_say_so(compiler, tmp_path, capsys):
 
 def test_another_source_is_another_library(compiler, tmp_path, monkeypatch):
     compiler('echo library > "$last"')
-    first = build.path()
+    first = build.path("attention")
     sources = tmp_path / "sources"
     shutil.copytree(build.SOURCES, sources)
     (sources / "simd.h").write_text("// changed")
     monkeypatch.setattr(build, "SOURCES", sources)
-    assert build.path() != first
+    assert build.path("attention") != first
 
 
 def test_older_flags_are_tried(compiler):
     log = compiler('case "$*" in *-march=native*) exit 1;; esac; echo library > "$last"')
-    assert build.path().is_file()
+    assert build.path("attention").is_file()
     assert log.read_text() == "run\nrun\n"
 
 
 def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing(compiler, tmp_path):
     compiler('echo "simd.h:1: error: no such vector" >&2; exit 1')
     with pytest.raises(build.Unbuildable, match="cannot compile the kernels: simd.h:1: error: no such vector"):
-        build.path()
+        build.path("attention")
     assert entries(tmp_path) == []
 
 
 def test_no_compiler_is_a_reason(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(build.Unbuildable, match="no C\\+\\+ compiler on the PATH"):
-        build.path()
+        build.path("attention")
 
 
 def test_a_library_that_does_not_load_is_a_reason(compiler):
