@@ -60,7 +60,7 @@ def test_greedy_tokens_are_those_of_the_eager_model(mode, check, compiled, wante
 
 def test_the_keyword_chooses_the_forward():
     with LLM("dummy:tiny", compile="off", overrides=TINY) as llm:
-        assert llm.config.runner.forward == "eager"
+        assert llm.config.runner.forward == "auto"
 
 
 SECOND_PROCESS = """
