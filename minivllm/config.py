@@ -85,6 +85,7 @@ class ExecutorConfig(Section):
 
 class EngineSection(Section):
     core: Literal["inproc", "process"] = "inproc"
+    restart: bool = True  # AsyncLLM and the server: start a process that has died again
 
 
 class StructuredConfig(Section):

@@ -12,6 +12,9 @@ structured output are compiled in threads of their own: their compiler has its l
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
@@ -19,6 +22,7 @@ import msgspec
 
 from minivllm.engine.core import EngineStats
 from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
+from minivllm.engine.link import ProcessLink
 from minivllm.engine.messages import Abort, Add, Call, Message, Refused, Report, Returned
 from minivllm.engine.output import RequestOutput
 from minivllm.errors import BadRequest, EngineDead
@@ -26,6 +30,10 @@ from minivllm.lora.request import LoRARequest
 from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams
+
+logger = logging.getLogger("minivllm")
+
+RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0, 30.0)  # before each attempt to start a dead core's process again
 
 
 class Watcher(Protocol):
@@ -52,6 +60,8 @@ class AsyncLLM(EngineHandle):
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: Exception | None = None
+        self._closing = threading.Event()
+        self._linking = threading.Lock()
         self._link.start(self._receive)
 
     # --- the event loop's side
@@ -129,7 +139,9 @@ class AsyncLLM(EngineHandle):
 
     def close(self) -> None:
         """shutdown() for callers without an event loop."""
-        self._link.close()
+        self._closing.set()
+        with self._linking:  # a restart may be on its way
+            self._link.close()
 
     async def _adapter(self, asked: Asked) -> str:
         """The name of a request's adapter, "" for none; a LoRARequest's is loaded if it is not."""
@@ -205,6 +217,30 @@ class AsyncLLM(EngineHandle):
         else:
             self._dead = message.error.exception()
             self._post(self._fail_all, self._dead)
+            if isinstance(self._link, ProcessLink) and self.config.engine.restart and not self._closing.is_set():
+                threading.Thread(target=self._restart, name="minivllm-restart", daemon=True).start()
+
+    def _restart(self) -> None:
+        """Build the engine again in a new process, with the adapters that it had; tried until it works."""
+        logger.error("%s: starting it again", self._dead)
+        loras = {adapter.name: adapter.path for adapter in self._loras.values()}
+        config = self.config.override({"lora.adapters": loras})
+        for delay in itertools.chain(RESTART_SECONDS, itertools.repeat(RESTART_SECONDS[-1])):
+            if self._closing.wait(delay):
+                return
+            try:
+                link = ProcessLink(config)
+            except Exception as error:
+                logger.error("the engine does not start: %s", error)
+                continue
+            with self._linking:
+                self._link.close()
+                self._link, self._dead = link, None
+                link.start(self._receive)
+                if self._closing.is_set():
+                    link.close()
+            logger.info("the engine is ready again")
+            return
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         if self._loop is not None and not self._loop.is_closed():

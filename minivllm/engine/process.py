@@ -69,7 +69,9 @@ def _connect(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Soc
 
 
 def _die_with_parent() -> None:
-    while sys.stdin.buffer.read(1):  # nothing more is ever written: this returns b"" when the pipe's other end is gone
+    # Nothing more is ever written: this returns b"" when the pipe's other end is gone. Not through sys.stdin, whose lock
+    # an interpreter that ends would wait for.
+    while os.read(0, 1):
         pass
     os._exit(1)
 

@@ -54,7 +54,7 @@ async def drain(engine, request_id, params):
 
 
 def test_streams_end_with_an_error_when_the_core_is_killed_and_later_requests_are_refused():
-    engine = AsyncLLM("dummy:tiny", overrides=APART)
+    engine = AsyncLLM("dummy:tiny", overrides={**APART, "engine.restart": False})
 
     async def run():
         tasks = [asyncio.create_task(drain(engine, str(i), GREEDY.replace(max_tokens=400))) for i in range(4)]
@@ -71,6 +71,40 @@ def test_streams_end_with_an_error_when_the_core_is_killed_and_later_requests_ar
 
     asyncio.run(run())
     engine.close()
+
+
+def test_a_core_that_was_killed_is_started_again_and_serves_the_same_tokens():
+    engine = AsyncLLM("dummy:tiny", overrides=APART)
+
+    async def run():
+        before = await drain(engine, "before", GREEDY)
+        first = engine._link.pid
+        os.kill(first, signal.SIGKILL)
+        while engine.is_running:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDead):
+            await drain(engine, "meanwhile", GREEDY)
+        while not engine.is_running:
+            await asyncio.sleep(0.05)
+        after = await drain(engine, "after", GREEDY)
+        assert engine._link.pid != first and gone(first)
+        return [[token for output in outputs for token in output.outputs[0].token_ids] for outputs in (before, after)]
+
+    tokens = asyncio.run(run())
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 12
+    pid = engine._link.pid
+    engine.close()
+    assert gone(pid)
+
+
+def test_closing_ends_a_restart_that_is_on_its_way():
+    engine = AsyncLLM("dummy:tiny", overrides=APART)
+    os.kill(engine._link.pid, signal.SIGKILL)
+    while engine._dead is None:
+        time.sleep(0.01)
+    engine.close()
+    time.sleep(1.0)
+    assert not engine.is_running
 
 
 def test_leaving_a_stream_frees_its_blocks_there():
