@@ -69,8 +69,8 @@ def _connect(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Soc
 
 
 def _die_with_parent() -> None:
-    # Nothing more is ever written: this returns b"" when the pipe's other end is gone. Not through sys.stdin, whose lock
-    # an interpreter that ends would wait for.
+    # Nothing more is ever written: this returns b"" when the pipe's other end is gone. Not through sys.stdin: an
+    # interpreter that ends would wait for its lock.
     while os.read(0, 1):
         pass
     os._exit(1)
