@@ -60,7 +60,7 @@ class SchedulerConfig(Section):
 class RunnerConfig(Section):
     inputs: str = "persistent"
     attention: str = "auto"
-    forward: str = "eager"
+    forward: str = "auto"
     compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
 
 
@@ -374,6 +374,6 @@ def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if name == "kv_cache_memory_bytes":
             value = str(value)
         if name == "compile":
-            overrides["runner.forward"] = "eager" if value == "off" else "piecewise"
+            overrides["runner.forward"] = "auto" if value == "off" else "piecewise"
         overrides[VLLM_NAMES[name]] = value
     return overrides

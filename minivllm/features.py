@@ -98,6 +98,7 @@ FORWARDS: Registry = Registry(
     "runner.forward",
     {
         "eager": "minivllm.runner.forward:EagerForward",
+        "fused": "minivllm.runner.forward_fused:FusedForward",
         "piecewise": "minivllm.runner.forward_piecewise:PiecewiseForward",
     },
 )
@@ -280,9 +281,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "forward",
         "runner.forward",
-        FORWARDS.names(),
-        "eager",
-        "how the model's forward is called: as it is written, or as a graph cut into pieces at attention",
+        ("auto", *FORWARDS.names()),
+        "auto",
+        "how the model's forward is called: as it is written, with its small operations in C++ (fused; auto where it "
+        "can), or as a graph cut into pieces at attention",
         chapter="14",
         workload="fixed",
         metric="throughput",
@@ -399,7 +401,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(("scheduler", "static"), ("chunked_prefill", True), "static batching computes prompts whole"),
     *(
-        Conflict(("forward", "eager"), ("compile", option), "only runner.forward=piecewise has pieces to compile")
+        Conflict(("forward", forward), ("compile", option), "only runner.forward=piecewise has pieces to compile")
+        for forward in ("auto", "eager", "fused")
         for option in ("background", "wait")
     ),
     *(
@@ -428,7 +431,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
             ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
-            ("forward", FORWARDS.names(), "eager", "runs its model eagerly"),
+            ("forward", FORWARDS.names(), "auto", "runs its model eagerly"),
             ("compile", ("off", "background", "wait"), "off", "runs its model eagerly"),
             ("lora", (False, True), False, "has its own layers, without adapters"),
             ("spec_decode", PROPOSERS.names(), "none", "is the baseline: its cache takes back no rejected draft"),

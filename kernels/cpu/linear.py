@@ -72,13 +72,13 @@ class PackedMatrix:
         self.bias = None if bias is None else bias.float().contiguous()
         bias_at = None if bias is None else self.bias.data_ptr()
         self._matrix = _Matrix(self.data.data_ptr(), bias_at, self.n_out, self.n_in, self.bits)
-        self._address = ctypes.addressof(self._matrix)
+        self.address = ctypes.addressof(self._matrix)
         self._linear, self._parallel, self._best = lib.minivllm_linear, build.torch_parallel(), lib.minivllm_best_path()
 
     def dense(self) -> Tensor:
         """bf16 [n_out, n_in], each weight rounded once."""
         weight = torch.empty((self.n_out, self.n_in), dtype=torch.bfloat16)
-        _library().minivllm_unpack(self._address, weight.data_ptr(), self._parallel, torch.get_num_threads())
+        _library().minivllm_unpack(self.address, weight.data_ptr(), self._parallel, torch.get_num_threads())
         return weight
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, path: int | None = None) -> Tensor:
@@ -99,5 +99,5 @@ class PackedMatrix:
             bf16 = torch.bfloat16
             flags = (x.dtype is bf16, out_dtype is bf16, path)
             threads = torch.get_num_threads()
-            self._linear(self._address, x.data_ptr(), y.data_ptr(), len(x), *flags, self._parallel, threads)
+            self._linear(self.address, x.data_ptr(), y.data_ptr(), len(x), *flags, self._parallel, threads)
         return y

@@ -43,6 +43,13 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         _current.reset(token)
 
 
+def current() -> ForwardContext:
+    """Of the forward that runs now."""
+    context = _current.get()
+    assert context is not None, "outside of a forward"
+    return context
+
+
 def _attend_into(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int) -> None:
     context = _current.get()
     context.backend.forward(q, k, v, context.kv_caches[layer], context.meta, context.layers[layer], out)

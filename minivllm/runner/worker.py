@@ -29,7 +29,7 @@ from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.dummies import DummyBatches
-from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.forward import ForwardOptions, ForwardRunner
 from minivllm.runner.inputs import BatchKey, InputBuilder, InputSizes, Rows
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
@@ -174,7 +174,7 @@ class Worker:
         host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
         return ModelRunner(
             model=model,
-            forward=parts.forwards.get(config.runner.forward)(model, self.device, self._forward_options(sizes)),
+            forward=self._forward(model, sizes),
             attention=backend,
             kv_caches=device_caches,
             inputs=inputs,
@@ -204,6 +204,11 @@ class Worker:
         slots = AdapterSlots(model, lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs, self.dtype)
         self._decide("lora.enabled", lora.max_loras, slots.reason)
         return slots
+
+    def _forward(self, model: torch.nn.Module, sizes: Sizes) -> ForwardRunner:
+        asked = self.config.runner.forward
+        kind = self.parts.forwards.get("fused" if asked == "auto" else asked)  # fused says why where it stays eager
+        return kind(model, self.device, self._forward_options(sizes))
 
     def _forward_options(self, sizes: Sizes) -> ForwardOptions:
         config = self.config

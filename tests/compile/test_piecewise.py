@@ -70,7 +70,7 @@ def test_packed_weights_are_multiplied_between_the_pieces():
 
 def test_the_keyword_chooses_the_forward():
     with LLM("dummy:tiny", compile="off", overrides=TINY) as llm:
-        assert llm.config.runner.forward == "eager"
+        assert llm.config.runner.forward == "auto"
 
 
 SECOND_PROCESS = """

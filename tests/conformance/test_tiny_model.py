@@ -41,7 +41,7 @@ def generate(overrides):
 @pytest.fixture(scope="module")
 def wanted_of():
     """The tokens of a KV dtype and of weights: 8 bits change them, and then every other option must agree on it."""
-    plain = {"runner.inputs": "rebuild", "kv.num_blocks": 500, "structured.backend": "dfa"}
+    plain = {"runner.inputs": "rebuild", "runner.forward": "eager", "kv.num_blocks": 500, "structured.backend": "dfa"}
     of_dtype = {"auto": {"runner.attention": "reference"}, "int8": {"runner.attention": "cpu", "kv.dtype": "int8"}}
 
     @functools.cache

@@ -1,0 +1,170 @@
+"""What a decoder layer does around its products (decoder.cpp), for CPUs: norms, rotation, gate, residual; and the whole
+stack in one call where every product is with a PackedMatrix.
+
+Its twin, slow and obviously right, is the model as it is written (minivllm/models/llama.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minivllm.kernels.cpu import build
+from minivllm.kernels.cpu.linear import PORTABLE, PackedMatrix, best_path
+
+NAME = "decoder"
+KINDS = {torch.float32: 0, torch.bfloat16: 2}
+
+
+class LayerWeights(NamedTuple):
+    attention_norm: Tensor  # [hidden]
+    mlp_norm: Tensor  # [hidden]
+    qk_norm: Tensor | None  # [heads + kv_heads, head_size]
+
+
+class Shape(NamedTuple):
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+
+
+class PackedLayer(NamedTuple):
+    """What the whole stack in one call needs of a layer."""
+
+    qkv: PackedMatrix
+    o: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    kv: Tensor
+    view: int  # of the attention plan
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in LayerWeights._fields),
+        *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down", "kv")),
+        ("view", c_int64),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        ("layers", c_void_p),
+        *((name, c_void_p) for name in ("norm", "embedding", "cos", "sin")),
+        *((name, c_int64) for name in ("num_layers", *Shape._fields, "kind")),
+        *((name, c_float) for name in ("eps", "qk_eps")),
+        ("path", c_int64),
+        *((name, c_void_p) for name in ("linear", "attend", "parallel")),
+    ]
+
+
+def obstacle() -> str | None:
+    """Why the kernels cannot be used here, or None. The first call may compile."""
+    return build.obstacle(NAME)
+
+
+class DecoderKernels:
+    """Tensors are named, not copied; all are dense, in one dtype of KINDS, on the CPU. Each function writes its result
+    into a tensor that the caller gives; T is the number of tokens, of which there may be none."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        layers: Sequence[LayerWeights],
+        norm: Tensor,  # [hidden]
+        embedding: Tensor,  # [vocab, hidden]
+        cos: Tensor,  # [max_position, head_size / 2]
+        sin: Tensor,
+        eps: float,
+        qk_eps: float,
+    ):
+        self.shape, self.dtype = shape, norm.dtype
+        self.given = [norm, embedding, cos, sin, *(t for layer in layers for t in layer if t is not None)]
+        assert all(t.is_contiguous() and t.dtype is norm.dtype and t.device.type == "cpu" for t in self.given)
+        assert embedding.shape[1] == shape.hidden and cos.shape == sin.shape and cos.shape[1] * 2 == shape.head_size
+        for layer in layers:
+            assert layer.attention_norm.shape == layer.mlp_norm.shape == norm.shape == (shape.hidden,)
+            assert layer.qk_norm is None or layer.qk_norm.shape == (shape.heads + shape.kv_heads, shape.head_size)
+        self.vocab_size, self.max_position = len(embedding), len(cos)
+        self.layers = (_Layer * len(layers))(*(_Layer(*map(_address, layer)) for layer in layers))
+        self.norms = [(layer.attention_norm, layer.mlp_norm) for layer in layers]
+        self._lib, parallel = build.library(NAME), build.torch_parallel()
+        self._decoder = _Decoder(
+            ctypes.addressof(self.layers),
+            *map(_address, (norm, embedding, cos, sin)),
+            len(layers),
+            *shape,
+            KINDS[norm.dtype],
+            eps,
+            qk_eps,
+            PORTABLE,
+            None,
+            None,
+            parallel,
+        )
+        self._at = ctypes.addressof(self._decoder)
+        for name, num_pointers in (("embed", 3), ("add_norm", 4), ("gate", 2), ("decode", 4)):
+            self._declare(name, [c_void_p] * num_pointers)
+        self._declare("rotate", [c_int64, c_void_p, c_void_p])
+
+    def _declare(self, name: str, arguments: list) -> None:
+        function = getattr(self._lib, f"minivllm_{name}")
+        function.restype, function.argtypes = None, [c_void_p, c_int64, c_int64, *arguments]
+        setattr(self, f"_{name}", function)
+
+    def embed(self, token_ids: Tensor, x: Tensor, y: Tensor) -> None:
+        """x = the embeddings of token_ids [T] int64, y = x normalised for the first layer; both [T, hidden]."""
+        self._check(x, y)
+        self._embed(self._at, *_size(x), token_ids.data_ptr(), x.data_ptr(), y.data_ptr())
+
+    def add_norm(self, delta: Tensor, weight: Tensor, x: Tensor, y: Tensor) -> None:
+        """x += delta, then y = x normalised; all [T, hidden]."""
+        self._check(delta, x, y)
+        assert weight.shape == (self.shape.hidden,) and weight.dtype is self.dtype
+        self._add_norm(self._at, *_size(x), delta.data_ptr(), weight.data_ptr(), x.data_ptr(), y.data_ptr())
+
+    def rotate(self, layer: int, positions: Tensor, qkv: Tensor) -> None:
+        """qkv [T, (heads + 2 kv_heads) head_size]: q and k normalised if the layer says so, and turned, in place."""
+        self._check(qkv)
+        self._rotate(self._at, *_size(qkv), layer, positions.data_ptr(), qkv.data_ptr())
+
+    def gate(self, gate_up: Tensor, y: Tensor) -> None:
+        """gate_up [T, 2 intermediate] -> y [T, intermediate] = silu(gate) up."""
+        self._check(gate_up, y)
+        self._gate(self._at, *_size(y), gate_up.data_ptr(), y.data_ptr())
+
+    def bind(self, layers: Sequence[PackedLayer], attend: int) -> None:
+        """For `decode`. attend: the address of minivllm_attend."""
+        assert len(layers) == len(self.layers)
+        for to, layer in zip(self.layers, layers, strict=True):
+            to.qkv, to.o, to.gate_up, to.down = (matrix.address for matrix in layer[:4])
+            to.kv, to.view = layer.kv.data_ptr(), layer.view
+        self.bound = layers  # keeps them alive
+        self._decoder.attend = attend
+        self._decoder.linear = ctypes.cast(build.library("packed_linear").minivllm_linear, c_void_p)
+        self._decoder.path = best_path() if self.dtype is torch.bfloat16 else PORTABLE
+
+    def decode(self, token_ids: Tensor, positions: Tensor, plan: int, y: Tensor) -> None:
+        """The whole stack: token_ids and positions [T] int64 -> y [T, hidden], the final norm applied."""
+        self._check(y)
+        assert self._decoder.attend, "bind() comes first"
+        self._decode(self._at, *_size(y), token_ids.data_ptr(), positions.data_ptr(), plan, y.data_ptr())
+
+    def _check(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            assert tensor.is_contiguous() and tensor.dtype is self.dtype, (tensor.stride(), tensor.dtype)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _size(x: Tensor) -> tuple[int, int]:
+    return len(x), torch.get_num_threads()

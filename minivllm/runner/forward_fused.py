@@ -1,0 +1,138 @@
+"""`runner.forward=fused`: the decoder's small operations in C++ on a CPU (kernels/cpu/decoder.cpp).
+
+A layer as written is some fifteen tensor operations, four of them products; at few tokens the others cost more than
+their arithmetic. Here
+
+    packed weights alone   the whole stack is one call, as long as every product is with packed weights
+    anything else          the same steps in Python around each layer's QuantMethod: four products, four calls
+
+so adapters, dense weights, and the dense copy from its limit on take the second way. The model as written is the twin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.attention.cpu import CPUAttention
+from minivllm.compile.context import ForwardContext, attend, current
+from minivllm.kernels.cpu import decoder as kernels
+from minivllm.kernels.cpu.decoder import DecoderKernels, LayerWeights, PackedLayer, Shape
+from minivllm.layers.norm import QKNorm
+from minivllm.models.llama import LlamaModel
+from minivllm.quantization.packed import QuantisedAtLoad
+from minivllm.runner.batch import InputBatch
+from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.inputs import BatchKey
+
+
+def unavailable(model: nn.Module, device: torch.device) -> str | None:
+    """Why this model's operations cannot be fused here, or None."""
+    if device.type != "cpu":
+        return f"operations are fused for CPUs, not for {device.type}"
+    if type(model) is not LlamaModel:
+        return f"operations are fused for the Llama family, not for {type(model).__name__}"
+    dtype = model.embedding.weight.dtype
+    if dtype not in kernels.KINDS:
+        return f"operations are fused in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
+    return kernels.obstacle()
+
+
+class FusedForward:
+    def __init__(self, model: nn.Module, device: torch.device, options: ForwardOptions):
+        assert options.compile == "off", "resolve() refuses it"
+        self._run: Callable[[Tensor, Tensor], Tensor] = model
+        if (obstacle := unavailable(model, device)) is not None:
+            self.decision = ("eager", obstacle)
+        else:
+            self._run = FusedModel(model)
+            self.decision = ("fused", "what a layer does beside its products is in C++ calls")
+        self.device = device
+
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
+        return BatchKey(num_tokens)
+
+    def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
+        """Nothing is built at the first call."""
+
+    def __call__(self, batch: InputBatch) -> Tensor:
+        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
+        positions = torch.from_numpy(batch.positions).to(self.device)
+        return self._run(token_ids, positions)
+
+
+class FusedModel:
+    """Call it as the model, inside of a forward context."""
+
+    def __init__(self, model: LlamaModel):
+        self.model = model
+        spec = model.spec
+        shape = Shape(spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.intermediate_size)
+        weights = [LayerWeights(x.attention_norm.weight, x.mlp_norm.weight, _qk_norm(x)) for x in model.layers]
+        rotary, eps = model.rotary, spec.rms_eps
+        self.kernels = DecoderKernels(
+            shape, weights, model.norm.weight, model.embedding.weight, rotary.cos, rotary.sin, eps, eps
+        )
+        self.norms = [norm for pair in self.kernels.norms for norm in pair] + [model.norm.weight]
+        self._linears = linears(model)
+        self._caches: list[Tensor] | None = None  # that the whole stack is bound to
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        token_ids, positions = token_ids.contiguous(), positions.contiguous()
+        context = current()
+        if self._is_packed(context, len(token_ids)):
+            if self._caches is not context.kv_caches:
+                self._bind(context)
+            y = torch.empty((len(token_ids), self.kernels.shape.hidden), dtype=self.kernels.dtype)
+            self.kernels.decode(token_ids, positions, context.meta.handle, y)
+            return y
+        return self._layer_by_layer(token_ids, positions)
+
+    def _is_packed(self, context: ForwardContext, num_tokens: int) -> bool:
+        """Is every product of this step with packed weights? Asked anew: layers may have been given adapters."""
+        methods = {layer.method for layer in self._linears}
+        return isinstance(context.backend, CPUAttention) and all(
+            isinstance(method, QuantisedAtLoad) and num_tokens < method.limit.tokens for method in methods
+        )
+
+    def _bind(self, context: ForwardContext) -> None:
+        backend = context.backend
+        layers = [
+            PackedLayer(
+                *(linear.matrix for linear in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)),
+                kv,
+                backend.view_of[spec],
+            )
+            for x, kv, spec in zip(self.model.layers, context.kv_caches, context.layers, strict=True)
+        ]
+        self.kernels.bind(layers, ctypes.cast(backend.lib.minivllm_attend, ctypes.c_void_p).value)
+        self._caches = context.kv_caches
+
+    def _layer_by_layer(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        kernels, shape, norms = self.kernels, self.kernels.shape, iter(self.norms[1:])
+        num_tokens, q_rows = len(token_ids), shape.heads
+        x = torch.empty((num_tokens, shape.hidden), dtype=kernels.dtype)
+        y, gated = torch.empty_like(x), x.new_empty((num_tokens, shape.intermediate))
+        kernels.embed(token_ids, x, y)
+        for i, layer in enumerate(self.model.layers):
+            qkv = layer.attention.qkv(y).contiguous()
+            kernels.rotate(i, positions, qkv)
+            heads = qkv.view(num_tokens, -1, shape.head_size)
+            k_end = q_rows + shape.kv_heads
+            attended = attend(heads[:, :q_rows], heads[:, q_rows:k_end], heads[:, k_end:], i)
+            kernels.add_norm(layer.attention.o(attended.flatten(1)), next(norms), x, y)
+            kernels.gate(layer.mlp.gate_up(y), gated)
+            kernels.add_norm(layer.mlp.down(gated), next(norms), x, y)
+        return y
+
+
+def linears(model: LlamaModel) -> list[nn.Module]:
+    return [p for x in model.layers for p in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
+
+
+def _qk_norm(layer: nn.Module) -> Tensor | None:
+    norm = layer.attention.qk_norm
+    return norm.per_head if isinstance(norm, QKNorm) else None

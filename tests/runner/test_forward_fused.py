@@ -1,0 +1,107 @@
+"""Rule: the fused forward computes what the model as written does, whichever of its two ways a step takes."""
+
+import pytest
+import torch
+from naive_attention import hidden_of
+
+from minivllm import LLM, SamplingParams
+from minivllm.compile.context import ForwardContext
+from minivllm.kernels.cpu import decoder as kernels
+from minivllm.loading import load_model
+from minivllm.runner.forward_fused import FusedModel, linears, unavailable
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(kernels.obstacle() is not None, reason=str(kernels.obstacle()))
+TINY = {"model.path": "dummy:tiny", "kv.num_blocks": 60, "executor.num_threads": 1, "model.max_model_len": 128}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = [[5, 6, 7], [9] * 40, list(range(3, 60))]
+
+
+def generate(**overrides) -> tuple[list[list[int]], int]:
+    """The tokens, and how many forwards took the whole stack in one call."""
+    with LLM(overrides={**TINY, **overrides}) as llm:
+        forward, calls = llm._core.executor.worker.runner.forward, []
+        if isinstance(getattr(forward, "_run", None), FusedModel):
+            decode = forward._run.kernels.decode
+            forward._run.kernels.decode = lambda *args: calls.append(args) or decode(*args)
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs], len(calls)
+
+
+@pytest.mark.parametrize("name", ["dummy:tiny", "dummy:smollm2-135m"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 17, 300])
+def test_in_fp32_layer_by_layer_is_the_model(name, num_tokens):
+    model = load_model(name, torch.float32, CPU).model
+    got, expected = hidden_of(model, FusedModel(model), num_tokens), hidden_of(model, model, num_tokens)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_whole_stack_in_one_call_gives_the_same_tokens(quantization, threads):
+    options = {"model.dtype": "float32", "model.quantization": quantization, "executor.num_threads": threads}
+    expected, none = generate(**options, **{"runner.forward": "eager"})
+    tokens, num_calls = generate(**options, **{"runner.forward": "fused"})
+    assert tokens == expected and none == 0 < num_calls
+
+
+def test_auto_is_fused_and_other_backends_take_the_other_way():
+    options = {"model.dtype": "float32", "model.quantization": "int8", "runner.attention": "sdpa"}
+    expected, _ = generate(**options, **{"runner.forward": "eager"})
+    assert generate(**options) == (expected, 0)
+
+
+def test_the_dense_copy_takes_over_at_its_limit(monkeypatch):
+    """bf16, whose two forms of a weight differ: each step must be exactly the form that the layer would take."""
+    model = load_model("dummy:tiny", torch.bfloat16, CPU, quantization="int8").model
+    fused = FusedModel(model)
+    model.layers[0].mlp.down.method.limit.tokens = 4
+    context = ForwardContext(_CPU(), None, [], [])
+    assert fused._is_packed(context, 3) and not fused._is_packed(context, 4)
+    linears(model)[5].method = object()  # an adapter's
+    assert not fused._is_packed(context, 3)
+
+
+def _CPU():
+    from minivllm.attention.cpu import CPUAttention
+
+    return CPUAttention.__new__(CPUAttention)
+
+
+def test_what_cannot_be_fused_stays_eager_with_the_reason():
+    with LLM(overrides={**TINY, "model.dtype": "float16", "runner.forward": "fused"}) as llm:
+        how = next(d for d in llm.decisions if d.field == "runner.forward")
+        assert how.value == "eager" and "not in float16" in how.reason
+    assert "not for cuda" in unavailable(None, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_call_is_its_tensor_operations(dtype):
+    """To one rounding of the result: the sum of squares and exp differ in their last bits alone."""
+    model = load_model("dummy:tiny", dtype, CPU, quantization="none").model
+    fused, t = FusedModel(model).kernels, 19
+    shape, layer, near = fused.shape, model.layers[1], {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.manual_seed(0)
+    x, delta = torch.randn(2, t, shape.hidden).to(dtype)
+    ids, positions = torch.randint(0, 100, (2, t))
+    y, summed = torch.empty_like(x), x + delta
+    fused.add_norm(delta, layer.mlp_norm.weight, x, y)
+    assert torch.equal(x, summed)
+    torch.testing.assert_close(y, layer.mlp_norm(summed), **near)
+    fused.embed(ids, x, y)
+    assert torch.equal(x, model.embedding(ids))
+    torch.testing.assert_close(y, model.layers[0].attention_norm(x), **near)
+    gate_up = (4 * torch.randn(t, 2 * shape.intermediate)).to(dtype)
+    gate_up[0, :5] = torch.tensor([0.0, -200.0, 200.0, float("nan"), -0.0])
+    gated = torch.empty(t, shape.intermediate, dtype=dtype)
+    fused.gate(gate_up, gated)
+    gate, up = gate_up.chunk(2, -1)
+    torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, equal_nan=True, **near)
+    qkv = torch.randn(t, (shape.heads + 2 * shape.kv_heads) * shape.head_size).to(dtype)
+    heads = qkv.clone().view(t, -1, shape.head_size)
+    turned = shape.heads + shape.kv_heads
+    expected = model.rotary(positions)(layer.attention.qk_norm(heads[:, :turned]))
+    fused.rotate(1, positions, qkv)
+    # A sum of two rounded products: each may round the other way, so the error is relative to the head's largest.
+    torch.testing.assert_close(qkv.view_as(heads)[:, :turned], expected, rtol=0, atol=8 * near["rtol"])
+    assert torch.equal(qkv.view_as(heads)[:, turned:], heads[:, turned:])
