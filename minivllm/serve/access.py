@@ -1,13 +1,10 @@
-"""Who may talk to the server, and how much: the options of `serve` that say so. Light: the command line imports it."""
+"""Who may talk to the server, and how much: the options of `serve` that say so. `serve --help` imports it, so that
+what is slow to import waits until it is needed."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import hmac
-import ipaddress
-import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +13,6 @@ from minivllm.cli import fail
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 32 * 2**10
 MAX_WAITING = 1024
-
-
-class Keys:
-    """API keys, of which only hashes are kept. Comparing takes the same time whichever key is right or how nearly: all
-    hashes are compared, each in constant time (`hmac.compare_digest`), and those of keys of any length are equally
-    long."""
-
-    def __init__(self, keys: Iterable[str] = ()):
-        self._hashes = [_hash(key.encode()) for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._hashes)
-
-    def accept(self, key: bytes) -> bool:
-        given = _hash(key)
-        return sum(hmac.compare_digest(given, known) for known in self._hashes) > 0
-
-
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
@@ -106,6 +83,8 @@ def tls_options(args: argparse.Namespace) -> dict[str, Path]:
     for name in ("ssl_certfile", "ssl_keyfile"):
         if (path := getattr(args, name)) is not None and not path.is_file():
             fail(f"--{name.replace('_', '-')} {path}: no such file")
+    import ssl
+
     try:
         # The empty password keeps OpenSSL from asking the terminal for one.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(args.ssl_certfile, args.ssl_keyfile, lambda: "")
@@ -116,6 +95,8 @@ def tls_options(args: argparse.Namespace) -> dict[str, Path]:
 
 def warnings(host: str, keys: Sequence[str], tls: bool) -> list[str]:
     """What an address that others can reach lacks. host: as bound, numeric."""
+    import ipaddress
+
     if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         return []
     if not keys:

@@ -26,10 +26,10 @@ from minivllm.engine.metrics import Metrics
 from minivllm.serve import chat, completions, errors, lora, messages, openapi, protocol, responses, tokenize
 from minivllm.serve import messages_protocol as anthropic
 from minivllm.serve import responses_protocol as newer
-from minivllm.serve.access import MAX_BODY_BYTES, Keys
+from minivllm.serve.access import MAX_BODY_BYTES
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, events
-from minivllm.serve.guard import Guard
+from minivllm.serve.guard import Guard, Keys
 from minivllm.serve.tools.parsers import HermesParser, ToolParser
 
 

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from minivllm.serve import access
+from minivllm.serve import access, guard
 
 HELLO = [{"role": "user", "content": "Hi"}]
 
@@ -50,10 +50,10 @@ def test_what_makes_the_server_work_needs_a_key_and_looking_at_it_does_not(fake_
 
 
 def test_keys_are_kept_as_hashes_and_all_compared():
-    keys = access.Keys(["one", "two"])
+    keys = guard.Keys(["one", "two"])
     assert keys.accept(b"one") and keys.accept(b"two") and not keys.accept(b"") and not keys.accept(b"onetwo")
     assert b"one" not in b"".join(keys._hashes) and len({len(h) for h in keys._hashes}) == 1
-    assert not access.Keys()
+    assert not guard.Keys()
 
 
 def test_a_key_file_has_a_key_a_line(tmp_path, capsys):
