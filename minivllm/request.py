@@ -158,6 +158,10 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return self.beam_width
 
     @property
+    def num_sequences(self) -> int:
+        return self.beam_width
+
+    @property
     def step(self) -> SamplingParams:
         """What a beam asks of each step: the likeliest token, and the log-probabilities of its rivals."""
         return SamplingParams(

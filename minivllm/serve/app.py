@@ -6,7 +6,6 @@ A model name that is not served is a 404, every error has OpenAI's shape, and a 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,10 +14,11 @@ from typing import NamedTuple
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
@@ -26,11 +26,11 @@ from minivllm.engine.metrics import Metrics
 from minivllm.serve import chat, completions, errors, lora, messages, openapi, protocol, responses, tokenize
 from minivllm.serve import messages_protocol as anthropic
 from minivllm.serve import responses_protocol as newer
+from minivllm.serve.access import MAX_BODY_BYTES
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, events
+from minivllm.serve.guard import Guard, Keys
 from minivllm.serve.tools.parsers import HermesParser, ToolParser
-
-MAX_BODY_BYTES = 16 * 2**20
 
 
 async def chat_completions(request: Request) -> ASGIApp:
@@ -186,60 +186,21 @@ ENDPOINTS = (
 PATHS = {endpoint.handler: endpoint.path for endpoint in ENDPOINTS}
 
 
-class Guard:
-    """Around every endpoint: the API key of /v1, and a count of responses by status."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None, metrics: Metrics):
-        self.app, self.api_key, self.metrics = app, api_key, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._count(scope, message["status"])
-            await send(message)
-
-        app = self.app if self._allowed(scope) else self._refusal(scope)
-        try:
-            await app(scope, receive, counted)
-        except Exception:
-            self._count(scope, 500)
-            raise
-
-    def _count(self, scope: Scope, status: int) -> None:
-        path = PATHS.get(scope.get("endpoint"), "other")  # not the raw path: anyone could make up new label values
-        self.metrics.on_response(scope["method"], path, status)
-
-    def _refusal(self, scope: Scope) -> Response:
-        return errors.response(errors.ApiError(401, WRONG_KEY, "invalid_api_key"), scope["path"])
-
-    def _allowed(self, scope: Scope) -> bool:
-        if self.api_key is None or not scope["path"].startswith("/v1"):
-            return True
-        headers, key = dict(scope["headers"]), self.api_key.encode()
-        given = headers.get(b"authorization", b"Bearer " + headers.get(b"x-api-key", b""))  # the latter: Anthropic's
-        return hmac.compare_digest(given, b"Bearer " + key)
-
-
-WRONG_KEY = (
-    'this server was started with --api-key: send it as the header "Authorization: Bearer <key>", or as x-api-key'
-)
-
-
 def create_app(
     engine: AsyncLLM,
     metrics: Metrics,
     model_names: Sequence[str],
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     tool_parser: type[ToolParser] | None = HermesParser,
     lora_dirs: Sequence[Path] = (),
+    cors_origins: Sequence[str] = (),
+    max_waiting: int | None = None,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
+    cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
     """
 
     @asynccontextmanager
@@ -253,10 +214,19 @@ def create_app(
         exception_handlers=errors.HANDLERS,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, api_key=api_key, metrics=metrics)
+    app.add_middleware(Guard, keys=Keys(api_keys), metrics=metrics, paths=PATHS)
+    if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
+        headers = ["x-request-id", "retry-after"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=headers,
+        )
     metrics.stats = engine.stats
     engine.watchers.append(metrics)
-    app.state.service = Service(engine, metrics, list(model_names), tool_parser)
+    app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting)
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
     app.state.created = int(time.time())

@@ -10,6 +10,7 @@ import argparse
 import errno
 import logging
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from minivllm.cli import (
     print_table,
 )
 from minivllm.config import DEFAULT_MODEL, EngineConfig
+from minivllm.serve import access
 from minivllm.serve.tools import TOOL_PARSERS, choose
 
 if TYPE_CHECKING:
@@ -45,9 +47,12 @@ then:
 def main(argv: Sequence[str], prog: str = "python -m minivllm serve") -> int:
     args = parser(prog).parse_args(argv)
     options = lora_options(args, engine_options(args))
+    app_options, tls = access.app_options(args), access.tls_options(args)
     listener = bind(args.host, args.port)
+    for warning in access.warnings(listener.getsockname()[0], app_options["api_keys"], bool(tls)):
+        print(f"warning: {warning}", file=sys.stderr)
     with listener:
-        return serve(args, options, listener)
+        return serve(args, options, listener, app_options, tls)
 
 
 def parser(prog: str) -> Parser:
@@ -57,7 +62,7 @@ def parser(prog: str) -> Parser:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network (127.0.0.1)")
     group.add_argument("--port", default=8000, type=int, help="0: any free one (8000)")
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests call it (--model)")
-    group.add_argument("--api-key", metavar="KEY", help="require this bearer token on /v1 (none)")
+    access.add_options(parser.add_argument_group("access"))
     parsers = ("auto", *TOOL_PARSERS.names())
     group.add_argument(
         "--tool-call-parser",
@@ -137,7 +142,14 @@ def free_port(host: str, after: int) -> int:
     return 0
 
 
-def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.socket) -> int:
+def serve(
+    args: argparse.Namespace,
+    options: dict[str, Any],
+    listener: socket.socket,
+    app_options: dict[str, Any],
+    tls: dict[str, Path],
+) -> int:
+    """options: AsyncLLM's; app_options: create_app's; tls: Server's."""
     begin = time.perf_counter()
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
@@ -157,16 +169,16 @@ def serve(args: argparse.Namespace, options: dict[str, Any], listener: socket.so
         metrics = Metrics(names[0])
         engine = AsyncLLM(**options)
     tools = choose(args.tool_call_parser, engine.tokenizer)
-    app = create_app(engine, metrics, names, api_key=args.api_key, tool_parser=tools.parser, lora_dirs=args.lora_dir)
+    app = create_app(engine, metrics, names, tool_parser=tools.parser, lora_dirs=args.lora_dir, **app_options)
     host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def announce() -> None:
         report(engine, names, url, tools)
         print(f"\nReady in {time.perf_counter() - begin:.1f} s: {url}/v1   (Ctrl-C stops)", flush=True)
 
     try:
-        return Server(app, announce).run_on(listener)
+        return Server(app, announce, **tls).run_on(listener)
     except OSError as error:  # another server has begun to listen meanwhile: until then, both may hold the address
         if error.errno != errno.EADDRINUSE:
             raise

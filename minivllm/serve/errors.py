@@ -18,6 +18,8 @@ from minivllm.registry import did_you_mean
 from minivllm.serve.messages_protocol import MessageError, MessageErrorDetail
 from minivllm.serve.protocol import ErrorBody, ErrorDetail
 
+RETRY_SECONDS = 1  # when a client that was turned away may try again
+
 logger = logging.getLogger("minivllm.serve")
 
 
@@ -27,6 +29,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+        self.headers: dict[str, str] = {"www-authenticate": "Bearer"} if status == 401 else {}
 
 
 def client_left() -> ApiError:
@@ -36,6 +39,12 @@ def client_left() -> ApiError:
 
 def closing() -> ApiError:
     return ApiError(503, "the server is shutting down", code="server_shutting_down")
+
+
+def queue_full() -> ApiError:
+    error = ApiError(429, "too many requests are waiting; try again later", code="queue_full")
+    error.headers["retry-after"] = str(RETRY_SECONDS)
+    return error
 
 
 def context_length(message: str, param: str | None) -> ApiError:
@@ -60,7 +69,9 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def body(error: ApiError) -> bytes:
-    kind = {401: "authentication_error", 404: "not_found_error"}.get(error.status, "invalid_request_error")
+    kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+        error.status, "invalid_request_error"
+    )
     kind = "server_error" if error.status >= 500 else kind
     return msgspec.json.encode(ErrorBody(ErrorDetail(str(error), kind, error.param, error.code)))
 
@@ -97,9 +108,8 @@ def message_event(error: ApiError) -> bytes:
 
 def response(error: BaseException, path: str = "") -> Response:
     told = as_api_error(error)
-    headers = {"www-authenticate": "Bearer"} if told.status == 401 else None
     as_body = message_body if path.startswith("/v1/messages") else body
-    return Response(as_body(told), told.status, headers, "application/json")
+    return Response(as_body(told), told.status, told.headers, "application/json")
 
 
 async def on_error(request: Request, error: Exception) -> Response:

@@ -48,6 +48,17 @@ class Service:
     metrics: Metrics
     names: Sequence[str]  # of the model; answers bear the first
     tool_parser: type[ToolParser] | None = None  # None: this model's calls cannot be read
+    max_waiting: int | None = None
+    num_open: int = 0  # sequences asked of the engine, whose answers are not complete
+
+    def admit(self) -> None:
+        """Raises ApiError 429 while as many sequences wait as may. Those that the last step left waiting are counted,
+        and, since a burst can come between two steps, all that are open above a full batch."""
+        if self.max_waiting is None:
+            return
+        too_many = self.num_open >= self.engine.config.scheduler.max_num_seqs + self.max_waiting
+        if too_many or self.engine.stats.num_waiting >= max(1, self.max_waiting):
+            raise errors.queue_full()
 
     @property
     def model(self) -> str:
@@ -84,7 +95,10 @@ class Job:
 
     async def outputs(self, kind: str) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(prompt number, output) as they come. kind: "delta" or "final"."""
+        self.service.admit()
         num_unfinished, reason = len(self.prompts), "abort"
+        num_sequences = num_unfinished * self.params.num_sequences
+        self.service.num_open += num_sequences
         try:
             async with aclosing(merge([self._generate(i, kind) for i in range(len(self.prompts))])) as merged:
                 async for i, output in merged:
@@ -101,6 +115,7 @@ class Job:
             reason = "error"
             raise
         finally:
+            self.service.num_open -= num_sequences
             for _ in range(num_unfinished):
                 self.service.metrics.on_request_end(reason)
 

@@ -140,17 +140,15 @@ class OutputText(Struct):
     logprobs: list[Any] = []
 
 
-class OutputMessage(Struct, kw_only=True):
+class OutputMessage(Struct, kw_only=True, tag_field="type", tag="message"):
     id: str
-    type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     status: str = "in_progress"
     content: list[OutputText] = []
 
 
-class OutputCall(Struct, kw_only=True):
+class OutputCall(Struct, kw_only=True, tag_field="type", tag="function_call"):
     id: str
-    type: Literal["function_call"] = "function_call"
     call_id: str
     name: str
     arguments: str = ""

@@ -12,16 +12,28 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+
+from minivllm.serve.access import MAX_HEADER_BYTES
 
 GRACE_SECONDS = 3
 
 
 class Server(uvicorn.Server):
-    def __init__(self, app: Starlette, on_ready: Callable[[], None] = lambda: None):
-        config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=GRACE_SECONDS, server_header=False)
+    def __init__(self, app: Starlette, on_ready: Callable[[], None] = lambda: None, **tls: Path):
+        """tls: ssl_certfile and ssl_keyfile, for HTTPS."""
+        config = uvicorn.Config(
+            app,
+            http="h11",  # the only one with a limit on headers
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            log_config=None,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            server_header=False,
+            **tls,
+        )
         super().__init__(config)
         self.app, self.on_ready = app, on_ready
 

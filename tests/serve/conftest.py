@@ -52,7 +52,7 @@ class FakeEngine:
     model_name = "fake"
     is_running = True
     decisions = ()
-    config = SimpleNamespace(model=SimpleNamespace(path="fake"))
+    config = SimpleNamespace(model=SimpleNamespace(path="fake"), scheduler=SimpleNamespace(max_num_seqs=2))
 
     def __init__(self):
         self.tokenizer = LetterTokenizer()
@@ -109,18 +109,18 @@ class FakeEngine:
 
 
 @contextmanager
-def serving(engine, metrics=None, names=("fake",), **options):
+def serving(engine, metrics=None, names=("fake",), tls=None, **options):
     """The server's base URL, while it runs in a thread."""
     app = create_app(engine, metrics or Metrics(names[0]), names, **options)
     ready = threading.Event()
-    server = Server(app, ready.set)
+    server = Server(app, ready.set, **(tls or {}))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run_on, args=(listener,))
     thread.start()
     try:
         assert ready.wait(10)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(10)

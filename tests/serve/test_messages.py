@@ -227,7 +227,7 @@ def test_a_client_that_leaves_ends_its_request(fake, client, eventually):
 
 
 def test_the_key_may_be_anthropics_header(serving, fake_engine):
-    with serving(fake_engine, api_key="secret") as url:
+    with serving(fake_engine, api_keys=["secret"]) as url:
         with pytest.raises(anthropic.AuthenticationError):
             anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0).messages.create(
                 model="fake", messages=HELLO, max_tokens=5

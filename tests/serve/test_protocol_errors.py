@@ -173,7 +173,7 @@ def test_a_body_over_the_limit_is_a_413(fake_engine, serving):
 
 
 def test_an_api_key_guards_v1_and_nothing_else(fake_engine, serving):
-    with serving(fake_engine, api_key="secret") as url:
+    with serving(fake_engine, api_keys=["secret"]) as url:
         for key in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             reply = httpx.get(f"{url}/v1/models", headers=key)
             assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")

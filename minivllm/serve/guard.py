@@ -1,0 +1,78 @@
+"""Around every endpoint: the API keys, a limit on headers, and a count of responses by status."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable, Mapping
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minivllm.engine.metrics import Metrics
+from minivllm.serve import errors
+from minivllm.serve.access import MAX_HEADER_BYTES
+
+WRONG_KEY = (
+    'this server was started with --api-key: send it as the header "Authorization: Bearer <key>", or as x-api-key'
+)
+
+
+class Keys:
+    """API keys, of which only hashes are kept. Comparing takes the same time whichever key is right or how nearly: all
+    hashes are compared, each in constant time (`hmac.compare_digest`), and those of keys of any length are equally
+    long."""
+
+    def __init__(self, keys: Iterable[str] = ()):
+        self._hashes = [_hash(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._hashes)
+
+    def accept(self, key: bytes) -> bool:
+        given = _hash(key)
+        return sum(hmac.compare_digest(given, known) for known in self._hashes) > 0
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, paths: Mapping[Callable, str]):
+        """paths: of each handler."""
+        self.app, self.keys, self.metrics, self.paths = app, keys, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(scope, message["status"])
+            await send(message)
+
+        refusal = self._refusal(scope)
+        app = self.app if refusal is None else errors.response(refusal, scope["path"])
+        try:
+            await app(scope, receive, counted)
+        except Exception:
+            self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        path = self.paths.get(scope.get("endpoint"), "other")  # not the raw path: anyone could make up new labels
+        self.metrics.on_response(scope["method"], path, status)
+
+    def _refusal(self, scope: Scope) -> errors.ApiError | None:
+        # h11's own limit is on headers that come in pieces, whose end it has to wait for.
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            return errors.ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large")
+        return None if self._allowed(scope) else errors.ApiError(401, WRONG_KEY, "invalid_api_key")
+
+    def _allowed(self, scope: Scope) -> bool:
+        """All of /v1 needs a key, and beside it whatever makes the server work; looking at it does not."""
+        if not self.keys or (scope["method"] in ("GET", "HEAD") and not scope["path"].startswith("/v1")):
+            return True
+        headers = dict(scope["headers"])
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        return self.keys.accept(key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b""))
