@@ -89,7 +89,7 @@ def load_warm(model: torch.nn.Module, num_threads: int, cache: Path) -> float:
     begin = time.perf_counter()
     store = Store(Cache(cache))
     program = store.program(program_key(model, num_threads))
-    Bound(program, store.pieces(program), tensors_of(model))
+    Bound(program, store.pieces(program), tensors_of(model), dict(model.named_modules()))
     return time.perf_counter() - begin
 
 

@@ -405,15 +405,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         for forward in ("auto", "eager", "fused")
         for option in ("background", "wait")
     ),
-    *(
-        Conflict(pieces, (axis, option), f"{what} by C++ calls that cannot be traced yet")
-        for pieces in (("forward", "piecewise"), ("compile", "background"), ("compile", "wait"))
-        for axis, option, what in (
-            ("quantization", "int8", "packed weights are multiplied"),
-            ("quantization", "int4", "packed weights are multiplied"),
-            ("lora", True, "adapters are multiplied"),
-        )
-    ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")

@@ -11,7 +11,12 @@ The compiled parts before and after it are called in turn with it, and it runs a
     )
 
 What changes from step to step must reach it as a tensor of the model (a parameter, a buffer or a plain attribute of a
-module) or through a context variable; numbers and strings are constants of the trace.
+module) or through a context variable; numbers are constants of the trace, and a string names a module of the model,
+which `run` gets in its place.
+
+An object whose class says `traceable = False` (a ctypes structure, a table of pointers) is no part of a trace: it is
+neither sent to a builder nor described in a program's key. Where it is a linear layer's method, the layer becomes the
+operation `linear`, and what its method is and does, packed weights or adapters, is found when it runs.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 NAMESPACE = "minivllm"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -41,6 +47,30 @@ def opaque(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Ca
     operation = getattr(getattr(torch.ops, NAMESPACE), name).default
     _run[operation] = _by_name[name] = run
     return operation
+
+
+def is_traceable(value: Any) -> bool:
+    return getattr(type(value), "traceable", True)
+
+
+def _linear(x: Tensor, out: Tensor, layer: Any) -> None:
+    out.copy_(layer.method.apply(layer, x))
+
+
+# Its result is memory that a piece before it has made, so that pieces may be captured.
+_linear_op = opaque("linear(Tensor x, Tensor(a!) out, str layer) -> ()", _linear, lambda *_: None)
+
+
+class OpaqueMethod:
+    """In a trace, for a QuantMethod that cannot be traced. name: of the layer."""
+
+    name = ""
+
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        """x [T, n_in] -> [T, n_out] of x's dtype."""
+        out = x.new_empty(x.shape[0], max(rows.stop for rows in layer.rows.values()))
+        _linear_op(x, out, self.name)
+        return out
 
 
 def is_opaque(target: Any) -> bool:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from minivllm.compile.opaque import find
 
@@ -23,10 +23,14 @@ class Weight(NamedTuple):
     name: str
 
 
+class Submodule(NamedTuple):
+    name: str
+
+
 class Call(NamedTuple):
     kind: str  # "piece" or "op"
     name: str  # the piece's hash, or the operation's name
-    args: tuple[Any, ...]  # Slot, Weight or a constant
+    args: tuple[Any, ...]  # Slot, Weight, Submodule or a constant
     outs: tuple[int, ...]  # slots
 
 
@@ -54,12 +58,14 @@ class Program(NamedTuple):
 def _encode(arg: Any) -> Any:
     if isinstance(arg, Slot):
         return {"slot": arg.number}
+    if isinstance(arg, Submodule):
+        return {"module": arg.name}
     return {"weight": arg.name} if isinstance(arg, Weight) else {"value": arg}
 
 
 def _decode(arg: dict[str, Any]) -> Any:
     ((kind, value),) = arg.items()
-    return {"slot": Slot, "weight": Weight, "value": lambda v: v}[kind](value)
+    return {"slot": Slot, "weight": Weight, "module": Submodule, "value": lambda v: v}[kind](value)
 
 
 Piece = Callable[[list[Tensor]], Any]  # tensors in, a sequence of tensors out
@@ -68,10 +74,17 @@ Piece = Callable[[list[Tensor]], Any]  # tensors in, a sequence of tensors out
 class Bound:
     """A program with its pieces and a model's weights: call it as the model. Not re-entrant: slots are its own."""
 
-    def __init__(self, program: Program, pieces: Mapping[str, Piece], weights: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        program: Program,
+        pieces: Mapping[str, Piece],
+        weights: Mapping[str, Tensor],
+        modules: Mapping[str, nn.Module],
+    ):
+        self._named = {Weight: weights, Submodule: modules}
         self._values: list[Any] = [None] * program.num_slots
         self._output = program.output
-        self._calls = [self._bind(call, pieces, weights) for call in program.calls]
+        self._calls = [self._bind(call, pieces) for call in program.calls]
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         values = self._values
@@ -81,17 +94,16 @@ class Bound:
                 values[out] = value
         return values[self._output]
 
-    def _bind(
-        self, call: Call, pieces: Mapping[str, Piece], weights: Mapping[str, Tensor]
-    ) -> tuple[Piece, list[int], tuple[int, ...]]:
-        """Weights and constants get places behind the slots, filled for good."""
+    def _bind(self, call: Call, pieces: Mapping[str, Piece]) -> tuple[Piece, list[int], tuple[int, ...]]:
+        """Weights, modules and constants get places behind the slots, filled for good."""
         args = []
         for arg in call.args:
             if isinstance(arg, Slot):
                 args.append(arg.number)
             else:
                 args.append(len(self._values))
-                self._values.append(weights[arg.name] if isinstance(arg, Weight) else arg)
+                named = self._named.get(type(arg))
+                self._values.append(arg if named is None else named[arg.name])
         run = pieces[call.name] if call.kind == "piece" else _as_piece(find(call.name), len(call.outs))
         return run, args, call.outs
 

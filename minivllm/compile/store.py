@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from minivllm.compile.opaque import is_traceable
 from minivllm.compile.program import Piece, Program
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ def describe(model: nn.Module) -> Iterable[str]:
 
 
 def _show(value: Any, depth: int = 3) -> str:
+    if not is_traceable(value):
+        return "opaque"
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype} {value.device} {'packed' if value.is_mkldnn else value.stride()}"
     if isinstance(value, (int, float, str, bool, type(None), slice, torch.dtype, torch.device)):

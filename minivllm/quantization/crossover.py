@@ -17,8 +17,9 @@ from torch import nn
 
 from minivllm.quantization.packed import NEVER
 
-MIDDLE = (8, 12, 16, 24, 32)  # where it lies on most machines; the others are tried if it does not
-FEWER, MORE = (2, 4, 6), (48, 64, 96, 128)
+MIDDLE = (8, 12, 16, 24)  # where it lies on most machines; the others are tried if it does not
+FEWER, MORE = (2, 4, 6), (32, 48, 64, 96, 128)
+TYPICAL = 16  # what quiet machines of two makers gave (bench/LOG.md)
 TOKENS = (*FEWER, *MIDDLE, *MORE)
 ROUNDS = 4
 MAX_SECONDS = 0.3
@@ -32,16 +33,18 @@ class Crossover(NamedTuple):
 
 def measure(layers: Sequence[nn.Module], max_seconds: float = MAX_SECONDS) -> Crossover:
     """The first of TOKENS from which on the dense copies of a sample of `layers` (all QuantisedAtLoad, with a dense
-    method) take less time than the packed ones. When the time is over, what is known by then decides."""
+    method) take less time than the packed ones. TYPICAL if there is no time for a second look at each count."""
     sample, end = _sample(layers), time.perf_counter() + max_seconds
     seconds = _best(sample, MIDDLE, end)
-    wins = _dense_wins(seconds)
-    if wins[0] or not wins[-1]:
-        if time.perf_counter() < end:
-            seconds |= _best(sample, FEWER if wins[0] else MORE, end)
-            wins = _dense_wins(seconds)
-        elif not wins[-1]:
-            return Crossover(MORE[0], "no time to look beyond")
+    wins = _dense_wins(seconds) if seconds else []
+    if seconds and (wins[0] or not wins[-1]):
+        others = _best(sample, FEWER if wins[0] else MORE, end)
+        seconds |= others
+        wins = _dense_wins(seconds)
+        if not others and not wins[-1]:
+            return Crossover(MORE[0], f"measured on {len(sample)} layers up to {MIDDLE[-1]} tokens: no time for more")
+    if not seconds:
+        return Crossover(TYPICAL, "as on most machines: this one is too busy to measure")
     tried = sorted(seconds)
     if not wins[-1]:
         return Crossover(NEVER, f"measured on {len(sample)} layers up to {tried[-1]} tokens")
@@ -52,10 +55,12 @@ def measure(layers: Sequence[nn.Module], max_seconds: float = MAX_SECONDS) -> Cr
 
 
 def _best(sample: Sequence[nn.Module], counts: Sequence[int], end: float) -> dict[int, np.ndarray]:
-    """{tokens: [2 forms, layers] seconds}, of each the least of up to ROUNDS rounds; one round is always made."""
+    """{tokens: [2 forms, layers] seconds}, each the least of up to ROUNDS rounds; nothing if there is no time for 2."""
     best: dict[int, np.ndarray] = {}
-    for _ in range(ROUNDS):
+    for i in range(ROUNDS):
         for tokens in counts:
+            if i < 2 and time.perf_counter() > end:
+                return {}
             found = np.asarray(_race(sample, tokens))
             best[tokens] = np.minimum(best.get(tokens, found), found)
         if time.perf_counter() > end:

@@ -95,7 +95,9 @@ class PiecewiseForward:
                 wrapped[f"{i}"] = self._shapes.wrap(pieces[call.name])
                 call = call._replace(name=f"{i}")
             calls.append(call)
-        self._forward = Bound(program._replace(calls=tuple(calls)), wrapped, tensors_of(self.model))
+        self._forward = Bound(
+            program._replace(calls=tuple(calls)), wrapped, tensors_of(self.model), dict(self.model.named_modules())
+        )
 
     # --- the options of runner.compile: each returns the decision
 

@@ -36,4 +36,4 @@ def bound(tiny, compiled):
     """dummy:tiny as compiled pieces."""
     store = Store(Cache(compiled))
     program = store.program(program_key(tiny, num_threads=1))
-    return Bound(program, store.pieces(program), tensors_of(tiny))
+    return Bound(program, store.pieces(program), tensors_of(tiny), dict(tiny.named_modules()))

@@ -39,7 +39,7 @@ def test_values_that_are_dead_give_their_slots_back(split_tiny):
 def test_pieces_that_are_not_compiled_compute_what_the_model_does(tiny, split_tiny, num_tokens):
     pieces = {name: (lambda args, module=piece.module: module(*args)) for name, piece in split_tiny.pieces.items()}
     program = Program.from_json(split_tiny.program.to_json())
-    forward = Bound(program, pieces, tensors_of(tiny))
+    forward = Bound(program, pieces, tensors_of(tiny), dict(tiny.named_modules()))
     torch.testing.assert_close(
         hidden_of(tiny, forward, num_tokens), hidden_of(tiny, tiny, num_tokens), rtol=1e-5, atol=1e-5
     )
@@ -95,7 +95,7 @@ def test_an_opaque_operation_may_do_what_a_trace_cannot():
     program, graphs = split(trace(skeleton(model)))
     assert [call.name for call in program.calls if call.kind == "op"] == ["test_chosen_product"] * 2
     pieces = {name: (lambda args, module=piece.module: module(*args)) for name, piece in graphs.items()}
-    forward = Bound(Program.from_json(program.to_json()), pieces, tensors_of(model))
+    forward = Bound(Program.from_json(program.to_json()), pieces, tensors_of(model), dict(model.named_modules()))
     for n in range(8):
         inputs = torch.arange(n), torch.arange(n)
         torch.testing.assert_close(forward(*inputs), model(*inputs), rtol=0, atol=0)
