@@ -1,4 +1,4 @@
-"""A decode step's forward, eager against compiled pieces, in one process and in turns; what building and loading cost.
+"""A decode step's forward, eager, compiled pieces and fused C++, in one process and in turns; what building costs.
 
 R requests of one length decode one token each, through the attention backend that the engine chose; the step ends with
 the hidden states (LM head and sampling are not in it). `--profile` shows which operations a step spends its time in,
@@ -24,12 +24,13 @@ from common import emit, note, parser, spread
 from minivllm import LLM
 from minivllm.compile.program import Bound
 from minivllm.compile.store import Store, program_key
-from minivllm.compile.trace import skeleton
+from minivllm.compile.trace import skeleton, tensors_of
 from minivllm.config import DEFAULT_MODEL
 from minivllm.loading.cache import Cache
 from minivllm.machine import num_cores
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.compile_job import Build, Job
+from minivllm.runner.forward_fused import FusedModel, unavailable
 from minivllm.runner.runner import ModelRunner
 
 
@@ -89,7 +90,7 @@ def load_warm(model: torch.nn.Module, num_threads: int, cache: Path) -> float:
     begin = time.perf_counter()
     store = Store(Cache(cache))
     program = store.program(program_key(model, num_threads))
-    Bound(program, store.pieces(program), model)
+    Bound(program, store.pieces(program), tensors_of(model), dict(model.named_modules()))
     return time.perf_counter() - begin
 
 
@@ -97,6 +98,7 @@ def main() -> None:
     args = parser(__doc__.splitlines()[0], Path(__file__).stem)
     args.add_argument("--model", default=DEFAULT_MODEL)
     args.add_argument("--dtype", default="bfloat16")
+    args.add_argument("--quantization", default="auto")
     args.add_argument("--num-reqs", type=int, nargs="+", default=[1, 8, 32])
     args.add_argument("--length", type=int, default=200, help="tokens of each request")
     args.add_argument("--threads", type=int, default=num_cores())
@@ -108,6 +110,7 @@ def main() -> None:
     llm = LLM(
         args.model,
         dtype=args.dtype,
+        quantization=args.quantization,
         compile="wait",
         max_model_len=max(512, args.length),
         overrides={"executor.num_threads": args.threads, "kv.num_blocks": max(64, blocks)},
@@ -118,20 +121,24 @@ def main() -> None:
         raise SystemExit(how.reason)
     runner: ModelRunner = llm._core.executor.worker.runner
     forwards = {"eager": runner.model, "compiled": runner.forward._forward}
+    if (obstacle := unavailable(runner.model, torch.device("cpu"))) is None:
+        forwards["fused"] = FusedModel(runner.model)
+    else:
+        note(f"fused: {obstacle}")
     rows = []
     for num_reqs in args.num_reqs:
         batch = decode_batch(num_reqs, args.length, 16, llm.info["vocab_size"])
         times = alternate(runner, forwards, batch, args.seconds)
-        ratios = [a / b for a, b in zip(times["eager"], times["compiled"], strict=True)]
+        ratios = {n: [a / b for a, b in zip(times["eager"], ms, strict=True)] for n, ms in times.items()}
         row = {
             "num_reqs": num_reqs,
             "step_ms": {name: spread(ms) for name, ms in times.items()},
-            "ratio": spread(ratios),
+            "ratio": {name: spread(found) for name, found in ratios.items() if name != "eager"},
         }
         note(
             f"{num_reqs:4} requests: "
             + ", ".join(f"{name} best {min(ms):.2f}, median {np.median(ms):.2f} ms" for name, ms in times.items())
-            + f"; eager/compiled {np.median(ratios):.2f}"
+            + "".join(f"; eager/{n} {np.median(found):.2f}" for n, found in ratios.items() if n != "eager")
         )
         if args.profile:
             row["profile"] = {name: profile(runner, forward, batch) for name, forward in forwards.items()}

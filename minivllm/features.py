@@ -405,10 +405,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         for forward in ("auto", "eager", "fused")
         for option in ("background", "wait")
     ),
-    *(
-        Conflict((axis, option), ("lora", True), "adapters are multiplied by calls that cannot be traced yet")
-        for axis, option in (("forward", "piecewise"), ("compile", "background"), ("compile", "wait"))
-    ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")

@@ -57,6 +57,8 @@ class PackedMatrix:
     n_in is a multiple of GROUP. bias: [n_out], or None.
     """
 
+    traceable = False  # it holds addresses
+
     def __init__(self, codes: Tensor, scales: Tensor, minima: Tensor | None, bias: Tensor | None = None):
         self.bits = 8 if minima is None else 4
         self.n_out, self.n_in = len(codes), scales.shape[1] * GROUP

@@ -10,10 +10,13 @@ The compiled parts before and after it are called in turn with it, and it runs a
         fake=lambda x, packed, threshold: x.new_empty(x.shape[0], packed.shape[0]),
     )
 
-A whole module is opaque if it has an `opaque_size`: see OpaqueModule.
-
 What changes from step to step must reach it as a tensor of the model (a parameter, a buffer or a plain attribute of a
-module) or through a context variable; numbers and strings are constants of the trace.
+module) or through a context variable; numbers are constants of the trace, and a string names a module of the model,
+which `run` gets in its place.
+
+An object whose class says `traceable = False` (a ctypes structure, a table of pointers) is no part of a trace: it is
+neither sent to a builder nor described in a program's key. Where it is a linear layer's method, the layer becomes the
+operation `linear`, and what its method is and does, packed weights or adapters, is found when it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 NAMESPACE = "minivllm"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -46,6 +49,30 @@ def opaque(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Ca
     return operation
 
 
+def is_traceable(value: Any) -> bool:
+    return getattr(type(value), "traceable", True)
+
+
+def _linear(x: Tensor, out: Tensor, layer: Any) -> None:
+    out.copy_(layer.method.apply(layer, x))
+
+
+# Its result is memory that a piece before it has made, so that pieces may be captured.
+_linear_op = opaque("linear(Tensor x, Tensor(a!) out, str layer) -> ()", _linear, lambda *_: None)
+
+
+class OpaqueMethod:
+    """In a trace, for a QuantMethod that cannot be traced. name: of the layer."""
+
+    name = ""
+
+    def apply(self, layer: Any, x: Tensor) -> Tensor:
+        """x [T, n_in] -> [T, n_out] of x's dtype."""
+        out = x.new_empty(x.shape[0], max(rows.stop for rows in layer.rows.values()))
+        _linear_op(x, out, self.name)
+        return out
+
+
 def is_opaque(target: Any) -> bool:
     return target in _run
 
@@ -57,30 +84,3 @@ def name_of(operation: Any) -> str:
 def find(name: str) -> Callable[..., Any]:
     """What the operation of this name runs, without torch's dispatcher. Raises KeyError: nobody registered it."""
     return _by_name[name]
-
-
-def _unbound(x: Tensor, path: str, size: int) -> Tensor:
-    raise AssertionError(f"{path}: a program calls the model's own module")
-
-
-CALL_MODULE = "call_module"
-_call_module = opaque(
-    f"{CALL_MODULE}(Tensor x, str path, int size) -> Tensor",
-    _unbound,
-    lambda x, path, size: x.new_empty(x.shape[0], size),
-)
-
-
-class OpaqueModule(nn.Module):
-    """Stands in a trace for a module whose `opaque_size` is not None: x [T, any] -> [T, opaque_size] in x's dtype.
-
-    The program calls the module itself, as eager code would, so whatever it reads may change from step to step.
-    """
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size = size
-        self.path = ""  # in the model, set by the trace
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _call_module(x, self.path, self.size)

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from minivllm.compile.opaque import CALL_MODULE, find
-from minivllm.compile.trace import tensors_of
+from minivllm.compile.opaque import find
 
 
 class Slot(NamedTuple):
@@ -24,10 +23,14 @@ class Weight(NamedTuple):
     name: str
 
 
+class Submodule(NamedTuple):
+    name: str
+
+
 class Call(NamedTuple):
     kind: str  # "piece" or "op"
     name: str  # the piece's hash, or the operation's name
-    args: tuple[Any, ...]  # Slot, Weight or a constant
+    args: tuple[Any, ...]  # Slot, Weight, Submodule or a constant
     outs: tuple[int, ...]  # slots
 
 
@@ -55,33 +58,33 @@ class Program(NamedTuple):
 def _encode(arg: Any) -> Any:
     if isinstance(arg, Slot):
         return {"slot": arg.number}
+    if isinstance(arg, Submodule):
+        return {"module": arg.name}
     return {"weight": arg.name} if isinstance(arg, Weight) else {"value": arg}
 
 
 def _decode(arg: dict[str, Any]) -> Any:
     ((kind, value),) = arg.items()
-    return {"slot": Slot, "weight": Weight, "value": lambda v: v}[kind](value)
+    return {"slot": Slot, "weight": Weight, "module": Submodule, "value": lambda v: v}[kind](value)
 
 
 Piece = Callable[[list[Tensor]], Any]  # tensors in, a sequence of tensors out
 
 
 class Bound:
-    """A program with its pieces and a model's weights: call it as that model. Not re-entrant: slots are its own."""
+    """A program with its pieces and a model's weights: call it as the model. Not re-entrant: slots are its own."""
 
     def __init__(
         self,
         program: Program,
         pieces: Mapping[str, Piece],
-        model: nn.Module,
-        pin: Callable[[Piece], Piece] = lambda op: op,
+        weights: Mapping[str, Tensor],
+        modules: Mapping[str, nn.Module],
     ):
-        """pin: wraps each operation between pieces (compile/rehearsal.py)."""
-        self._pin = pin
+        self._named = {Weight: weights, Submodule: modules}
         self._values: list[Any] = [None] * program.num_slots
         self._output = program.output
-        weights = tensors_of(model)
-        self._calls = [self._bind(call, pieces, weights, model) for call in program.calls]
+        self._calls = [self._bind(call, pieces) for call in program.calls]
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         values = self._values
@@ -91,21 +94,17 @@ class Bound:
                 values[out] = value
         return values[self._output]
 
-    def _bind(
-        self, call: Call, pieces: Mapping[str, Piece], weights: Mapping[str, Tensor], model: nn.Module
-    ) -> tuple[Piece, list[int], tuple[int, ...]]:
-        """Weights and constants get places behind the slots, filled for good."""
+    def _bind(self, call: Call, pieces: Mapping[str, Piece]) -> tuple[Piece, list[int], tuple[int, ...]]:
+        """Weights, modules and constants get places behind the slots, filled for good."""
         args = []
-        if call.name == CALL_MODULE:
-            module = model.get_submodule(call.args[1])
-            return self._pin(lambda args: (module(*args),)), [call.args[0].number], call.outs
         for arg in call.args:
             if isinstance(arg, Slot):
                 args.append(arg.number)
             else:
                 args.append(len(self._values))
-                self._values.append(weights[arg.name] if isinstance(arg, Weight) else arg)
-        run = pieces[call.name] if call.kind == "piece" else self._pin(_as_piece(find(call.name), len(call.outs)))
+                named = self._named.get(type(arg))
+                self._values.append(arg if named is None else named[arg.name])
+        run = pieces[call.name] if call.kind == "piece" else _as_piece(find(call.name), len(call.outs))
         return run, args, call.outs
 
 

@@ -31,9 +31,6 @@ class Exact:
     def wrap(self, piece: Piece) -> Piece:
         return piece
 
-    def pin(self, op: Piece) -> Piece:
-        return op
-
     def open(self) -> None:
         """Nothing is captured."""
 
@@ -81,21 +78,6 @@ class Rehearsal:
             return results
 
         return replay
-
-    def pin(self, op: Piece) -> Piece:
-        """For an operation between two captures, which runs anew each time: its results go to the same place."""
-        results: dict[int, Sequence[Tensor]] = {}
-
-        def run(args: list[Any]) -> Sequence[Tensor]:
-            found = op(args)
-            if self._size not in results:
-                self._refuse_if_sealed()
-                results[self._size] = found
-            for result, new in zip(results[self._size], found, strict=True):
-                result.copy_(new)
-            return results[self._size]
-
-        return run
 
     def open(self) -> None:
         """Other pieces are about to be warmed up."""

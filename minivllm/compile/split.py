@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from minivllm.compile.opaque import is_opaque, name_of
-from minivllm.compile.program import Call, Program, Slot, Weight
+from minivllm.compile.program import Call, Program, Slot, Submodule, Weight
 from minivllm.compile.trace import INPUTS, Trace
 
 
@@ -147,6 +147,8 @@ def _program(steps: list[Any], inputs: list[fx.Node], names: dict[fx.Node, str],
 
 
 def _value(arg: Any, slots: dict[fx.Node, int], names: dict[fx.Node, str]) -> Any:
+    if isinstance(arg, str):
+        return Submodule(arg)
     if not isinstance(arg, fx.Node):
         return arg
     return Slot(slots[arg]) if arg in slots else Weight(names[arg])

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from minivllm.compile.opaque import is_traceable
 from minivllm.compile.program import Piece, Program
 
 if TYPE_CHECKING:
@@ -110,9 +111,6 @@ def program_key(model: nn.Module, num_threads: int) -> str:
 def describe(model: nn.Module) -> Iterable[str]:
     """Modules and what each of them holds: tensors by shape, numbers by value, other objects by type and content."""
     for path, module in model.named_modules():
-        if (size := getattr(module, "opaque_size", None)) is not None:
-            yield f"{path}: opaque, {size}"
-            continue
         yield f"{path}: {type(module).__qualname__}"
         held = {**module._parameters, **module._buffers, **module.__dict__}
         for name, value in held.items():
@@ -121,11 +119,13 @@ def describe(model: nn.Module) -> Iterable[str]:
 
 
 def _show(value: Any, depth: int = 3) -> str:
+    if not is_traceable(value):
+        return "opaque"
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype} {value.device} {'packed' if value.is_mkldnn else value.stride()}"
     if isinstance(value, (int, float, str, bool, type(None), slice, torch.dtype, torch.device)):
         return repr(value)
-    if depth == 0 or getattr(value, "opaque", False):
+    if depth == 0:
         return type(value).__qualname__
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_show(v, depth - 1) for v in value)}]"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minivllm.compile.opaque import OpaqueModule
+from minivllm.compile.opaque import OpaqueMethod, is_traceable
 
 INPUTS = ("token_ids", "positions")  # of every model's forward, each [T] int64
 
@@ -54,11 +54,9 @@ def skeleton(model: nn.Module) -> bytes:
 
 
 class _SkeletonPickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        size = getattr(value, "opaque_size", None) if isinstance(value, nn.Module) else None
-        return NotImplemented if size is None else (OpaqueModule, (size,))
-
     def persistent_id(self, value: Any) -> Any:
+        if not is_traceable(value):
+            return "method" if hasattr(value, "apply") else "nothing"
         if isinstance(value, Tensor):  # a packed weight has no strides; it is passed through, never read
             return id(value), tuple(value.shape), value.dtype, None if value.is_mkldnn else value.stride()
         return None
@@ -70,7 +68,9 @@ class _FakeUnpickler(pickle.Unpickler):
         self.fake_mode = fake_mode
         self.made: dict[int, Tensor] = {}  # tensors that were shared stay shared
 
-    def persistent_load(self, key: Any) -> Tensor:
+    def persistent_load(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return OpaqueMethod() if key == "method" else None
         identity, shape, dtype, stride = key
         if identity not in self.made:
             with self.fake_mode:
@@ -90,9 +90,10 @@ def trace(pickled: bytes) -> Trace:
     shapes = ShapeEnv()
     fake_mode = FakeTensorMode(shape_env=shapes)
     model = _FakeUnpickler(io.BytesIO(pickled), fake_mode).load()
-    for path, module in model.named_modules():
-        if isinstance(module, OpaqueModule):
-            module.path = path
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "method", None), OpaqueMethod):
+            module.method = OpaqueMethod()  # layers may have shared one
+            module.method.name = name
     places = _places(model)
     with fake_mode, shapes.ignore_fresh_unbacked_symbols():
         num_tokens = shapes.create_unbacked_symint()

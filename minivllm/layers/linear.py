@@ -111,11 +111,6 @@ class Linear(nn.Module):
     def finish(self) -> None:
         self.method.finish(self)
 
-    @property
-    def opaque_size(self) -> int | None:
-        """For a trace (compile/opaque.py): n_out if the method does what cannot be traced, and so sets `opaque`."""
-        return max(rows.stop for rows in self.rows.values()) if getattr(self.method, "opaque", False) else None
-
 
 def row_ranges(parts: Mapping[str, int]) -> dict[str, slice]:
     """{part: its rows}, the parts stacked in order."""

@@ -151,6 +151,8 @@ def choose_products(device: torch.device, dtype: torch.dtype) -> ProductsChoice:
 class LoRAMethod:
     """A QuantMethod around the one that a layer has."""
 
+    traceable = False  # what it adds changes from step to step
+
     def __init__(self, inner: QuantMethod, products: TorchProducts):
         self.inner = inner
         self.products = products

@@ -36,7 +36,7 @@ class QuantisedAtLoad:
     dense: the method of the bf16 copy for many tokens, or None.
     """
 
-    opaque = True  # C++ kernels, and a choice by the number of tokens
+    traceable = False  # by C++ calls
 
     def __init__(self, bits: int, dense: QuantMethod | None = None, limit: Limit | None = None):
         self.bits, self.dense, self.limit = bits, dense, limit or Limit()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from minivllm.compile.program import Bound, Piece, Program
 from minivllm.compile.rehearsal import Exact, Rehearsal
 from minivllm.compile.store import Store, program_key
-from minivllm.compile.trace import skeleton
+from minivllm.compile.trace import skeleton, tensors_of
 from minivllm.loading.cache import Cache
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.compile_job import Build, Job
@@ -95,7 +95,9 @@ class PiecewiseForward:
                 wrapped[f"{i}"] = self._shapes.wrap(pieces[call.name])
                 call = call._replace(name=f"{i}")
             calls.append(call)
-        self._forward = Bound(program._replace(calls=tuple(calls)), wrapped, self.model, self._shapes.pin)
+        self._forward = Bound(
+            program._replace(calls=tuple(calls)), wrapped, tensors_of(self.model), dict(self.model.named_modules())
+        )
 
     # --- the options of runner.compile: each returns the decision
 

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -41,7 +40,18 @@ def free_memory(device: torch.device) -> int:
     """Bytes that may be allocated now. On the CPU the control group's limit counts too (containers)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(psutil.virtual_memory().available, _cgroup_free())
+    return min(_machine_free(), _cgroup_free())
+
+
+def _machine_free() -> int:
+    """What Linux says can be had without swapping; elsewhere what psutil finds, whose import takes 0.15 s."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        import psutil
+
+        return psutil.virtual_memory().available
 
 
 def _cgroup_free() -> float:

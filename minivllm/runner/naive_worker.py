@@ -76,6 +76,8 @@ class NaiveWorker(Worker):
 class OneByOne:
     """A ForwardRunner: each request of a batch by itself, over a DynamicCache that lives from its join to its leave."""
 
+    decision = ("eager", "transformers' own model, as it is written")
+
     def __init__(self, model: TransformersModel, device: torch.device):
         self.model = model
         self.device = device

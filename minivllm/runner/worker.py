@@ -153,6 +153,7 @@ class Worker:
         # One spare block takes the K and V of padding tokens.
         shape = backend.kv_shape(sizes.num_blocks + 1)
         device_caches = [zeros(shape, kv_dtype, self.device) for _ in model.attention_layers]
+        adapters = self._adapters(model)  # first: a forward that is traced must see them
         inputs = self._inputs(sizes)
         sampler = self._sampler(loaded)
         proposer = recipe.make(
@@ -184,7 +185,7 @@ class Worker:
             proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=BlockMoves(moved, host_caches, backend.block_axis),
-            adapters=self._adapters(model),
+            adapters=adapters,
         )
 
     def _inputs(self, sizes: Sizes) -> InputBuilder:

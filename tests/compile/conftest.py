@@ -3,6 +3,7 @@ import torch
 
 from minivllm.compile.program import Bound
 from minivllm.compile.store import Store, program_key
+from minivllm.compile.trace import tensors_of
 from minivllm.loading import load_model
 from minivllm.loading.cache import Cache, default_cache_dir
 from minivllm.runner.forward import ForwardOptions
@@ -35,4 +36,4 @@ def bound(tiny, compiled):
     """dummy:tiny as compiled pieces."""
     store = Store(Cache(compiled))
     program = store.program(program_key(tiny, num_threads=1))
-    return Bound(program, store.pieces(program), tiny)
+    return Bound(program, store.pieces(program), tensors_of(tiny), dict(tiny.named_modules()))

@@ -16,6 +16,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.compile.rehearsal import Rehearsal
 from minivllm.compile.store import LIBRARY, Store, program_key
 from minivllm.compile.trace import skeleton
+from minivllm.loading import load_model
 from minivllm.loading.cache import Cache
 from minivllm.runner import forward_piecewise
 from minivllm.runner.compile_job import Build, Job
@@ -58,14 +59,26 @@ def test_greedy_tokens_are_those_of_the_eager_model(mode, check, compiled, wante
         assert generate(llm) == wanted
 
 
-def test_packed_weights_are_multiplied_between_the_pieces():
-    """Two products follow each other in a layer with nothing but element-wise work between: more pieces."""
-    options = {"model.quantization": "int8", "debug.check": True}
-    with tiny_llm(**options) as llm:
-        eager = generate(llm)
-    with tiny_llm(**options, **{"runner.forward": "piecewise"}) as llm:
-        assert "21 pieces, 6 different" in how(llm)[1]  # 4 layers of 4 products and attention
-        assert generate(llm) == eager
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_packed_weights_are_calls_between_pieces(quantization, check):
+    """And equal layers still share their pieces."""
+    expected = {"model.quantization": quantization, "runner.forward": "eager"}
+    with tiny_llm(**expected) as llm:
+        wanted = generate(llm)
+    with tiny_llm(**expected | {"runner.forward": "piecewise", "debug.check": check}) as llm:
+        assert generate(llm) == wanted
+        num_layers = len(llm._core.executor.worker.runner.model.layers)
+        assert how(llm)[1].startswith(f"{5 * num_layers + 1} pieces, 6 different"), how(llm)
+
+
+def test_a_program_does_not_depend_on_where_packed_weights_lie():
+    models = [load_model("dummy:tiny", torch.bfloat16, torch.device("cpu"), quantization="int8").model for _ in "ab"]
+    for model in models:
+        model.layers[0].mlp.down.method.limit.tokens = 16  # measured
+    keys = {program_key(model, 1) for model in models}
+    assert len(keys) == 1 and skeleton(models[0])
+    assert program_key(load_model("dummy:tiny", torch.bfloat16, "cpu", quantization="none").model, 1) not in keys
 
 
 def test_the_keyword_chooses_the_forward():

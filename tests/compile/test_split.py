@@ -8,7 +8,7 @@ from minivllm.compile.opaque import find, opaque
 from minivllm.compile.program import Bound, Program
 from minivllm.compile.split import split
 from minivllm.compile.store import describe, program_key
-from minivllm.compile.trace import skeleton, trace
+from minivllm.compile.trace import skeleton, tensors_of, trace
 
 CASES = [1, 2, 3, 7, 8, 31, 130]
 
@@ -39,7 +39,7 @@ def test_values_that_are_dead_give_their_slots_back(split_tiny):
 def test_pieces_that_are_not_compiled_compute_what_the_model_does(tiny, split_tiny, num_tokens):
     pieces = {name: (lambda args, module=piece.module: module(*args)) for name, piece in split_tiny.pieces.items()}
     program = Program.from_json(split_tiny.program.to_json())
-    forward = Bound(program, pieces, tiny)
+    forward = Bound(program, pieces, tensors_of(tiny), dict(tiny.named_modules()))
     torch.testing.assert_close(
         hidden_of(tiny, forward, num_tokens), hidden_of(tiny, tiny, num_tokens), rtol=1e-5, atol=1e-5
     )
@@ -95,7 +95,7 @@ def test_an_opaque_operation_may_do_what_a_trace_cannot():
     program, graphs = split(trace(skeleton(model)))
     assert [call.name for call in program.calls if call.kind == "op"] == ["test_chosen_product"] * 2
     pieces = {name: (lambda args, module=piece.module: module(*args)) for name, piece in graphs.items()}
-    forward = Bound(Program.from_json(program.to_json()), pieces, model)
+    forward = Bound(Program.from_json(program.to_json()), pieces, tensors_of(model), dict(model.named_modules()))
     for n in range(8):
         inputs = torch.arange(n), torch.arange(n)
         torch.testing.assert_close(forward(*inputs), model(*inputs), rtol=0, atol=0)
@@ -105,38 +105,3 @@ def test_the_operations_are_registered_as_torch_wants_them():
     assert torch.library.opcheck(chosen_product, (torch.ones(4, 8), torch.ones(8, 8), None, 3))
     with pytest.raises(KeyError):
         find("nobody_registered_this")
-
-
-class Chooses(torch.nn.Module):
-    """A layer that no trace can follow, as one with packed weights and a dense copy."""
-
-    opaque_size = 8
-
-    def __init__(self, factor: float):
-        super().__init__()
-        self.factor, self.not_data = factor, lambda: None
-
-    def forward(self, x):
-        return x * self.factor if x.shape[0] > 3 else -x
-
-
-class Chain(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = Chooses(2.0), Chooses(3.0)
-
-    def forward(self, token_ids, positions):
-        x = positions.unsqueeze(1).expand(-1, 8).float()
-        return self.b(self.a(x) + 1) * 2
-
-
-def test_an_opaque_module_is_called_as_it_is():
-    model = Chain()
-    program, graphs = split(trace(skeleton(model)))
-    assert [call.args[1] for call in program.calls if call.kind == "op"] == ["a", "b"]
-    pieces = {name: (lambda args, module=piece.module: module(*args)) for name, piece in graphs.items()}
-    forward = Bound(Program.from_json(program.to_json()), pieces, model)
-    for n in range(6):
-        model.b.factor = float(n)  # whatever it reads may change
-        inputs = torch.arange(n), torch.arange(n)
-        torch.testing.assert_close(forward(*inputs), model(*inputs), rtol=0, atol=0)

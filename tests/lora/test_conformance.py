@@ -46,7 +46,7 @@ def generate(folders, overrides, observers=()):
 @pytest.fixture(scope="module")
 def wanted_of(folders):
     """By KV dtype and by weights: with as many slots as adapters and inputs made from scratch."""
-    plain = {"runner.inputs": "rebuild", "kv.num_blocks": 500, "lora.max_loras": 3}
+    plain = {"runner.inputs": "rebuild", "runner.forward": "eager", "kv.num_blocks": 500, "lora.max_loras": 3}
     of_dtype = {"auto": {"runner.attention": "reference"}, "int8": {"runner.attention": "cpu", "kv.dtype": "int8"}}
 
     @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,14 +93,46 @@ def test_the_crossover_is_a_count_that_was_tried():
 
 
 @needs_kernels
-@pytest.mark.parametrize("dense_wins", [True, False])
-def test_when_its_time_is_over_the_crossover_is_a_guess_on_the_right_side(monkeypatch, dense_wins):
+@pytest.mark.parametrize(("num_races", "expected"), [(0, 16), (5, 16), (8, 32), (12, 32), (26, NEVER), (50, NEVER)])
+def test_when_its_time_is_over_nothing_is_concluded_from_one_look(monkeypatch, num_races, expected):
+    """The packed form always wins; a race takes a second."""
     layer = layer_of(QuantisedAtLoad(4, Unquantized()))
     layer.finish()
-    races = []
-    monkeypatch.setattr(crossover, "_race", lambda sample, tokens: races.append(tokens) or (1 + dense_wins, 1.5))
-    tokens = crossover.measure([layer], max_seconds=0).tokens
-    assert len(races) == 1 and tokens != NEVER and (tokens < races[0] if dense_wins else tokens > races[0])
+    clock = [0.0]
+    monkeypatch.setattr(crossover.time, "perf_counter", lambda: clock[0])
+
+    def race(sample, tokens):
+        clock[0] += 1
+        return [[1.0], [2.0]]
+
+    monkeypatch.setattr(crossover, "_race", race)
+    assert crossover.measure([layer], max_seconds=num_races - 0.5).tokens == expected
+
+
+@needs_kernels
+def test_a_disturbed_moment_does_not_move_the_crossover(monkeypatch):
+    """Each race is disturbed somewhere: one layer takes ten times as long, in one form, at random."""
+    layer = layer_of(QuantisedAtLoad(4, Unquantized()))
+    layer.finish()
+    rng = np.random.default_rng(0)
+
+    def race(sample, tokens):
+        seconds = np.array([[0.1 * tokens] * 20, [1.55] * 20])  # they cross at 15.5
+        seconds[rng.integers(2), rng.integers(20, size=4)] *= 10
+        return seconds
+
+    monkeypatch.setattr(crossover, "_race", race)
+    assert [crossover.measure([layer], max_seconds=60).tokens for _ in range(50)] == [16] * 50
+
+
+@needs_kernels
+def test_a_count_takes_no_longer_than_a_larger_one(monkeypatch):
+    """The packed form at 8 and 12 tokens was disturbed in every round."""
+    layer = layer_of(QuantisedAtLoad(4, Unquantized()))
+    layer.finish()
+    packed = {8: 9.0, 12: 9.0, 16: 1.4, 24: 2.0}
+    monkeypatch.setattr(crossover, "_race", lambda _, tokens: [[packed[tokens]], [1.5]])
+    assert crossover.measure([layer]).tokens == 24
 
 
 @needs_kernels
@@ -107,7 +140,7 @@ def test_when_its_time_is_over_the_crossover_is_a_guess_on_the_right_side(monkey
 def test_the_crossover_is_where_the_faster_one_changes(monkeypatch, dense_from, expected):
     layer = layer_of(QuantisedAtLoad(4, Unquantized()))
     layer.finish()
-    monkeypatch.setattr(crossover, "_race", lambda sample, tokens: (2.0, 1.0) if tokens >= dense_from else (1.0, 2.0))
+    monkeypatch.setattr(crossover, "_race", lambda _, n: [[2.0], [1.0]] if n >= dense_from else [[1.0], [2.0]])
     assert crossover.measure([layer]).tokens == expected
 
 
