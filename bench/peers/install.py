@@ -126,14 +126,14 @@ def export_model(model: str, folder: Path) -> Path:
     """The model as a Hugging Face folder in bf16: what vLLM and transformers load (once; the same values as ours).
 
     Raises ModelError."""
+    into = folder / "model"
+    if (into / "model.safetensors").exists():
+        return into
     import torch
 
     from minivllm.loading import resolve
     from minivllm.loading.safetensors_io import Entry, read_json, read_tensors, write_tensors
 
-    into = folder / "model"
-    if (into / "model.safetensors").exists():
-        return into
     files = resolve(model)
     aside = folder / ".model"
     shutil.rmtree(aside, ignore_errors=True)
