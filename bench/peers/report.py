@@ -154,7 +154,7 @@ def panel(axes: Any, workload: Mapping[str, Any], engines: Sequence[str], known:
     axes.set_title(workload["what"], fontsize=8.5, loc="left")
     axes.set_xlabel(f"{workload['counts']} tokens a second", fontsize=7.5)
     axes.set_yticks(range(len(engines)), engines, fontsize=7.5)
-    axes.set_ylim(len(engines) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(engines)) - 0.5, -0.5)
     axes.set_xlim(0, 1.18 * max([1, *(value for name in engines for value in rates(workload, name))]))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
