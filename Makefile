@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench clean
+.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench peers clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,10 @@ bench: setup  ## start-up, host time and offline throughput, one JSON line each
 	$(PY) bench/host.py $(ARGS)
 	$(PY) bench/offline.py $(ARGS)
 
+# Each peer has a virtual environment of its own in .peers/. One that cannot be installed is left out, with the reason.
+peers: setup  ## vLLM, llama.cpp and transformers beside minivllm (ARGS="--only vllm"); then: python -m bench.peers
+	$(PY) -m bench.peers.install $(ARGS)
+
 clean:  ## forget .venv and all caches in this folder
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
