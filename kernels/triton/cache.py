@@ -1,6 +1,7 @@
 """What writes the paged cache: plainly, with RoPE and QK-norm on the way, or by copying whole blocks.
 
-Cache layout: K and V each [num_blocks, kv_heads, block_size, head_size], see attention.py. Twins: minivllm.kernels.twins.
+Cache layout: K and V each [num_blocks, kv_heads, block_size, head_size], see attention.py. Twins:
+minivllm.kernels.twins.
 """
 
 import triton
@@ -76,8 +77,8 @@ def rope_write_kernel(
         angle = tl.load(positions + token) * size + dims
         c = tl.load(cos + angle, mask=own, other=0.0).to(tl.float32)
         s = tl.load(sin + angle, mask=own, other=0.0).to(tl.float32)
-        first = (a * c - b * s).to(low.dtype)
-        second = (b * c + a * s).to(low.dtype)
+        first = (a * c - b * s).to(q_out.dtype.element_ty)
+        second = (b * c + a * s).to(q_out.dtype.element_ty)
         if head < HEADS:
             target = q_out + (token * HEADS + head) * HEAD_SIZE + dims
         else:
@@ -90,7 +91,7 @@ def rope_write_kernel(
         tl.store(v_cache + place * HEAD_SIZE + size + dims, high, mask=own)
 
 
-@triton.jit(do_not_specialize=["source_stride", "target_stride"])
+@triton.jit
 def copy_blocks_kernel(
     sources,  # [layers] uint64: addresses of the caches to read, each [2, num_blocks, block_words] of 8-byte words
     targets,  # [layers] uint64: of those to write; may be the same

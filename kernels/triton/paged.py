@@ -4,10 +4,9 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from minivllm.kernels.triton import attention, cache
+from minivllm.kernels.triton import attention
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.kernels.triton.tiles import Tile, power_of_two
 
@@ -146,21 +145,4 @@ def prefill(
         **constants(head, k_cache.shape[2], tile, INTERPRETED and q.dtype == torch.bfloat16),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
-
-
-def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """k, v [T, kv_heads, head_size] to slots [T] int64 of the caches."""
-    _, kv_heads, page, head_size = k_cache.shape
-    assert k.shape == v.shape == (len(slots), kv_heads, head_size) and slots.dtype == torch.int64
-    assert k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
-    assert all(x.stride(1) == head_size and x.stride(2) == 1 for x in (k, v)), (k.stride(), v.stride())
-    cache.write_kernel[(len(slots),)](
-        *(k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0)),
-        KV_HEADS=kv_heads,
-        HEADS_WIDTH=triton.next_power_of_2(kv_heads),
-        HEAD_SIZE=head_size,
-        WIDTH=triton.next_power_of_2(head_size),
-        PAGE=page,
-        num_warps=4,
     )

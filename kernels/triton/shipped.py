@@ -1,13 +1,13 @@
 """Every configuration in which a kernel is shipped, as triton's compiler takes it with no GPU at hand.
 
-tests/kernels/test_compiled.py compiles them for each generation of NVIDIA GPUs and looks at what came out. Constants and
-tiles come from the functions that launch, so that what is checked is what runs.
+tests/kernels/test_compiled.py compiles them for each generation of NVIDIA GPUs and looks at what came out. Constants
+and tiles come from the functions that launch, so that what is checked is what runs.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from minivllm.kernels.triton import attention, cache, paged
+from minivllm.kernels.triton import attention, cache, norm, paged
 from minivllm.kernels.triton.tiles import Tile, decode_tile, prefill_tile
 
 ALIGNED = [["tt.divisibility", 16]]  # what the launcher finds out of pointers, and of strides
@@ -54,6 +54,7 @@ def shipped() -> Iterator[Shipped]:
     for shape in SHAPES:
         yield from _attention(shape)
     yield from _cache()
+    yield from _norms()
 
 
 def _attention(shape: Shape) -> Iterator[Shipped]:
@@ -75,9 +76,7 @@ def _attention(shape: Shape) -> Iterator[Shipped]:
 
 def _shipped(name: str, kernel: Any, types: dict, constants: dict, tile: Tile, **more: Any) -> Shipped:
     own = {arg: types[arg] for arg in kernel.arg_names if arg not in constants}
-    return Shipped(
-        name, kernel, own, constants, tile.num_warps, tile.num_stages, unaligned=("table_stride",), **more
-    )
+    return Shipped(name, kernel, own, constants, tile.num_warps, tile.num_stages, unaligned=("table_stride",), **more)
 
 
 def _cache() -> Iterator[Shipped]:
@@ -85,3 +84,18 @@ def _cache() -> Iterator[Shipped]:
     heads = {"KV_HEADS": 8, "HEAD_SIZE": 128, "PAGE": 16}
     types = tensors | {"slots": "*i64", "k_stride": "i32", "v_stride": "i32"}
     yield Shipped("cache write", cache.write_kernel, types, heads | {"HEADS_WIDTH": 8, "WIDTH": 128}, 4)
+    types = {name: "*bf16" for name in ("qkv", "q_out", "k_cache", "v_cache", "cos", "sin", "weight")}
+    types |= {"slots": "*i64", "positions": "*i64", "eps": "fp32", "qkv_stride": "i32"}
+    for use_norm in (False, True):  # a program's 64 pairs are 4 bytes a thread, and a warp reads 128 bytes in one piece
+        constants = heads | {"HEADS": 32, "HALF": 64, "NORM": use_norm}
+        name = f"rope{' + norm' * use_norm} + cache write"
+        yield Shipped(name, cache.rope_write_kernel, types, constants, 1, wide_loads=False)
+    types = {"sources": "*u64", "targets": "*u64", "pairs": "*i64", "source_stride": "i64", "target_stride": "i64"}
+    yield Shipped("block copy", cache.copy_blocks_kernel, types, {"WORDS": 4096, "BLOCK": 2048}, 4)
+
+
+def _norms() -> Iterator[Shipped]:
+    types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "x_stride": "i32"}
+    yield Shipped("rms norm", norm.rms_norm_kernel, types, {"SIZE": 4096, "WIDTH": 4096}, 8)
+    types = {"x": "*bf16", "out": "*bf16", "x_stride": "i32"}
+    yield Shipped("silu mul", norm.silu_mul_kernel, types, {"SIZE": 14336, "BLOCK": 1024}, 4)

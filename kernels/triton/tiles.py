@@ -29,8 +29,8 @@ def decode_tile(group: int, head_size: int, itemsize: int) -> Tile:
 def prefill_tile(group: int, head_size: int, itemsize: int) -> Tile:
     """64 rows for each group of four warps is what Hopper's wgmma needs; 16 compile to mma.sync on every GPU."""
     if head_size * itemsize > 256:
-        return Tile(max(64, power_of_two(group)), 32, 8 if group > 64 else 4)
-    return Tile(max(128, power_of_two(group)), 64, 8)
+        return Tile(power_of_two(group, 64), 32, 8)
+    return Tile(power_of_two(group, 128), 64, 8, 3 if head_size <= 64 else 2)  # sm_100 spills with 64 and two stages
 
 
 def num_splits(num_requests: int, num_kv_heads: int, num_sms: int, most: int) -> int:

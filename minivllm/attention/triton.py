@@ -44,9 +44,9 @@ class TritonAttention:
         num_sms: int | None = None,
     ):
         """tiles: of decode and of prefill; None: those that are shipped for the shape."""
-        from minivllm.kernels.triton import paged
+        from minivllm.kernels.triton import elementwise, paged
 
-        self.paged = paged
+        self.paged, self.write = paged, elementwise.write
         for layer in layers:
             assert layer.num_heads % layer.num_kv_heads == 0, layer
             assert (layer.num_kv_heads, layer.head_size) == (spec.num_kv_heads, spec.head_size), layer
@@ -95,7 +95,7 @@ class TritonAttention:
         paged, head = self.paged, self.heads[layer]
         q, k, v = _with_dense_heads(q), _with_dense_heads(k), _with_dense_heads(v)
         keys, values = kv
-        paged.write(k, v, keys, values, meta.slots)
+        self.write(k, v, keys, values, meta.slots)
         decode, prefill = self.tiles[layer]
         if meta.decodes is not None:
             most = min(meta.longest_decode, layer.sliding_window or meta.longest_decode) // decode.block_n + 1

@@ -22,7 +22,7 @@ SEVERAL = [(20, 13), (40, 1), (0, 40), (0, 1), (15, 17)]
 
 
 def filled(case: Case, backend: TritonAttention, kv: torch.Tensor | None = None) -> torch.Tensor:
-    """A cache that is NaN where nobody wrote. Case.cache() would attend too, which takes its time in the interpreter."""
+    """A cache that is NaN where nobody wrote. Case.cache() would attend too, which takes long in the interpreter."""
     kv = torch.full(backend.kv_shape(case.num_blocks + 1), torch.nan, dtype=case.dtype) if kv is None else kv
     for r, (computed, _) in enumerate(case.requests):
         slots = torch.tensor([case.slot(r, p) for p in range(computed)], dtype=torch.int64)
@@ -94,7 +94,9 @@ def test_a_block_past_two_to_the_31_elements():
     kv = torch.empty(backend.kv_shape(num_blocks), dtype=torch.float16)  # never filled, so never resident
     case.num_blocks = num_blocks - 1
     kv[:, -40:] = torch.nan
-    torch.testing.assert_close(case.run(backend, filled(case, backend, kv)).double(), case.expected(), **ATTENTION[torch.float16])
+    torch.testing.assert_close(
+        case.run(backend, filled(case, backend, kv)).double(), case.expected(), **ATTENTION[torch.float16]
+    )
 
 
 def test_views_of_one_projection():

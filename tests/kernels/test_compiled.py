@@ -28,7 +28,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 LARGE = {80: r"\bmma\.sync", 90: r"\bwgmma\.mma_async", 100: r"\btcgen05\.mma"}
 SMALL = r"\bmma\.sync"
-WIDE = r"\bcp\.async\.cg\.shared\.global\S* .*, (0x10|16)\b|\bld\.global\S*\.v4\.(b32|u32|f32)|\bld\.global\S*\.v2\.(b64|u64)"
+WIDE = r"\bcp\.async\.cg\.shared\.global\S* .*, (0x10|16)\b|\bld\.global\S*\.(v4\.(b32|u32|f32)|v2\.(b64|u64))"
 ALL = {} if INTERPRETED else {s.name: s for s in shipped()}
 
 

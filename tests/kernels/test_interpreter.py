@@ -13,7 +13,7 @@ import pytest
 FOLDER = Path(__file__).parent
 FILES = sorted(path.name for path in FOLDER.glob("interpret_*.py"))
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: minivllm[gpu], Linux only")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: minivllm[gpu]")
 
 
 @pytest.mark.parametrize("name", FILES)
