@@ -7,7 +7,7 @@ and tiles come from the functions that launch, so that what is checked is what r
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from minivllm.kernels.triton import attention, cache, norm, paged
+from minivllm.kernels.triton import attention, cache, draw, norm, paged, sampling
 from minivllm.kernels.triton.tiles import Tile, decode_tile, prefill_tile
 
 ALIGNED = [["tt.divisibility", 16]]  # what the launcher finds out of pointers, and of strides
@@ -30,7 +30,7 @@ class Shipped(NamedTuple):
         return {(names.index(name),): ALIGNED for name in self.types if self._aligned(name)}
 
     def _aligned(self, name: str) -> bool:
-        return name not in self.unaligned and (self.types[name][0] == "*" or name.endswith("_stride"))
+        return name not in self.unaligned and (self.types[name][0] == "*" or name.endswith("stride"))
 
 
 class Shape(NamedTuple):
@@ -55,6 +55,7 @@ def shipped() -> Iterator[Shipped]:
         yield from _attention(shape)
     yield from _cache()
     yield from _norms()
+    yield from _sampling()
 
 
 def _attention(shape: Shape) -> Iterator[Shipped]:
@@ -99,3 +100,18 @@ def _norms() -> Iterator[Shipped]:
     yield Shipped("rms norm", norm.rms_norm_kernel, types, {"SIZE": 4096, "WIDTH": 4096}, 8)
     types = {"x": "*bf16", "out": "*bf16", "x_stride": "i32"}
     yield Shipped("silu mul", norm.silu_mul_kernel, types, {"SIZE": 14336, "BLOCK": 1024}, 4)
+
+
+def _sampling() -> Iterator[Shipped]:
+    types = {"probs": "*fp32", "cuts": "*fp32", "seeds": "*i64", "positions": "*i64"}
+    types |= {"times": "*fp64", "winners": "*i64", "masses": "*fp64", "stride": "i32", "num_blocks": "i32"}
+    constants = {"CHUNK": draw.CHUNK, "BLOCK": sampling.BLOCK}
+    yield Shipped("race of blocks", sampling.race_blocks_kernel, types, constants, 4)
+    types = {name: kind for name, kind in types.items() if name not in ("stride", "num_blocks")}
+    types |= {"tokens": "*i64", "valid": "*i8", "stride": "i32", "num_chunks": "i32"}
+    constants = {"CHUNKS": 32, "BLOCK": sampling.BLOCK}  # 131,072 tokens
+    yield Shipped("race of tokens", sampling.race_tokens_kernel, types, constants, 2, wide_loads=False)
+    types = {"probs": "*fp32", "top_k": "*i64", "top_p": "*fp64", "min_p": "*fp32", "cuts": "*fp32"}
+    types |= {"stride": "i32", "size": "i32"}
+    # A thread reads 4 bytes at a time here: rows of any length are masked by it. They come from the cache.
+    yield Shipped("cuts", sampling.find_cuts_kernel, types, {"LOOP": sampling.LOOP}, 8, wide_loads=False)

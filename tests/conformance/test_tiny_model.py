@@ -45,7 +45,11 @@ def generate(overrides, num_requests=14):
 
 
 def generate_interpreted(overrides, num_requests=4):
-    """The first requests, in a process in which triton interprets its kernels: that is decided when it is imported."""
+    """The first requests, in a process in which triton interprets its kernels: that is decided when it is imported.
+
+    Limits are small because a warm-up runs batches as large as they allow, 10 ms a token and layer.
+    """
+    overrides = {"scheduler.max_num_batched_tokens": 64, "scheduler.max_num_seqs": 4, **overrides}
     code = f"from conformance.test_tiny_model import generate; print(generate({overrides!r}, {num_requests}))"
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
