@@ -1,4 +1,4 @@
-"""Which families of kernels can be built and run on this machine, and why not the others.
+"""Which families of kernels can be built and run on this machine, why not the others, and each kernel's row.
 
 The engine never needs one of them: each kernel has a torch twin that gives the same numbers, so a machine without
 triton, a GPU or a C++ compiler imports, tests and serves. The report is about what kernels
@@ -13,6 +13,8 @@ import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import NamedTuple
+
+from minivllm.kernels.table import KERNELS
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -47,7 +49,8 @@ def cpu_family() -> Family:
     obstacle = build.obstacle()
     if obstacle is not None:
         return Family("cpu", False, obstacle)
-    return Family("cpu", True, f"attention for {build.isa()}, {build.path().parent}")
+    folder = build.path("attention").parent
+    return Family("cpu", True, f"attention, packed linear and lora for {build.isa()}, {folder}")
 
 
 FAMILIES: tuple[Callable[[], Family], ...] = (triton_family, cpp_family, cpu_family)
@@ -58,6 +61,18 @@ def report() -> list[Family]:
     return [probe() for probe in FAMILIES]
 
 
+def kernel_lines(families: list[Family]) -> list[str]:
+    """One line a kernel: whether it can run here, what asks for it, what it is tested against."""
+    usable = {family.name: family.usable for family in families}
+    rows = [("kernel", "family", "", "asked for by", "twin")]
+    for kernel in KERNELS:
+        state = "on" if usable[kernel.family] else "off"
+        rows.append((kernel.name, kernel.family, state, kernel.used_by or "nobody yet", kernel.twin))
+    return ["{:26} {:8} {:4} {:26} {}".format(*row) for row in rows]
+
+
 if __name__ == "__main__":
-    for name, usable, reason in report():
+    families = report()
+    for name, usable, reason in families:
         print(f"{name:8} {'on' if usable else 'off':4} {reason}")
+    print("", *kernel_lines(families), sep="\n")

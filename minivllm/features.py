@@ -92,6 +92,7 @@ ATTENTION: Registry = Registry(
         "cpu": "minivllm.attention.cpu:CPUAttention",
         "reference": "minivllm.attention.reference:ReferenceAttention",
         "sdpa": "minivllm.attention.sdpa:SDPAAttention",
+        "triton": "minivllm.attention.triton:TritonAttention",
     },
 )
 FORWARDS: Registry = Registry(
@@ -392,7 +393,7 @@ FEATURES: tuple[Feature, ...] = (
 CONFLICTS: tuple[Conflict, ...] = (
     *(
         Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read a KV cache in int8; cpu can")
-        for attention in ("reference", "sdpa")
+        for attention in ("reference", "sdpa", "triton")
     ),
     Conflict(
         ("scheduler", "phased"),

@@ -23,3 +23,12 @@ ATTENTION = {
     torch.float16: {"atol": 12 * 2**-11, "rtol": 2 * 2**-11},
     torch.bfloat16: {"atol": 12 * 2**-8, "rtol": 2 * 2**-8},
 }
+
+# A value that is computed in float32 out of few operations and rounded once to the dtype: u * |result|. In float32
+# itself each operation rounds, ten at most one after the other on values below 16 (sums of two products of normal
+# numbers may cancel, so that part is absolute): 10 u * 16 = 1e-5. The smallest float16 is 6e-8, far below that.
+ROUNDED = {
+    torch.float32: {"atol": 1e-5, "rtol": 1e-6},
+    torch.float16: {"atol": 1e-5, "rtol": 2**-11},
+    torch.bfloat16: {"atol": 1e-5, "rtol": 2**-8},
+}

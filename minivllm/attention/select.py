@@ -10,7 +10,8 @@ from minivllm.attention.base import AttentionBackend, AttentionSpec
 from minivllm.errors import ConfigError
 from minivllm.registry import Registry
 
-# Best first, each with what speaks for it. What is not listed runs only when it is named.
+# Best first, each with what speaks for it. What is not listed runs only when it is named: triton, until a GPU has run
+# `bench/gpu/run.py --part correctness`.
 PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
     "cpu": (
         ("cpu", "C++ kernels that read the blocks where they lie"),

@@ -1,0 +1,48 @@
+"""Every kernel with what it is for, its twin and whether it is used: the dispatch table. Imports nothing heavy.
+
+A kernel that serves has a reader in the engine; one that waits is proven (tests/kernels) and called by nobody yet, as a
+rule until a GPU has measured it: bench/gpu/run.py. None of the Triton kernels has been timed so far.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Kernel(NamedTuple):
+    name: str
+    family: str  # a row of minivllm.kernels.report
+    source: str  # "module:name"
+    twin: str  # "module:name", the oracle
+    used_by: str  # "": nobody yet
+
+
+def _triton(name: str, source: str, twin: str, used_by: str = "") -> Kernel:
+    return Kernel(name, "triton", f"minivllm.kernels.triton.{source}", twin, used_by)
+
+
+_ATTENTION = "minivllm.attention.reference:ReferenceAttention"
+_TWINS = "minivllm.kernels.twins"
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("attention", "cpu", "minivllm.attention.cpu:CPUAttention", _ATTENTION, "runner.attention=cpu"),
+    Kernel(
+        "packed linear",
+        "cpu",
+        "minivllm.kernels.cpu.linear:PackedMatrix",
+        "minivllm.quantization.formats:dequantise",
+        "model.quantization",
+    ),
+    Kernel(
+        "lora", "cpu", "minivllm.kernels.cpu.lora:SlotTable", "minivllm.lora.layer:add_deltas_naive", "lora.enabled"
+    ),
+    _triton("decode attention", "paged:decode", _ATTENTION, "runner.attention=triton"),
+    _triton("prefill attention", "paged:prefill", _ATTENTION, "runner.attention=triton"),
+    _triton("cache write", "elementwise:write", f"{_TWINS}:write", "runner.attention=triton"),
+    _triton("rope + norm + cache write", "elementwise:rope_write", f"{_TWINS}:rope_write"),
+    _triton("block copy", "elementwise:BlockCopier", f"{_TWINS}:copy_blocks"),
+    _triton("draw", "draw:draw", "minivllm.sampling.draw:draw"),
+    _triton("top-k, top-p and min-p", "draw:find_cuts", "minivllm.sampling.draw:find_cuts_by_sort"),
+    _triton("rms norm", "elementwise:rms_norm", f"{_TWINS}:rms_norm"),
+    _triton("silu mul", "elementwise:silu_mul", f"{_TWINS}:silu_mul"),
+)

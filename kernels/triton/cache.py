@@ -1,0 +1,113 @@
+"""What writes the paged cache: plainly, with RoPE and QK-norm on the way, or by copying whole blocks.
+
+Cache layout: K and V each [num_blocks, kv_heads, block_size, head_size], see attention.py. Twins:
+minivllm.kernels.twins.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def write_kernel(
+    k,  # [T, kv_heads, head_size], rows k_stride apart
+    v,
+    k_cache,
+    v_cache,
+    slots,  # [T] int64: block * block_size + offset
+    k_stride,
+    v_stride,
+    KV_HEADS: tl.constexpr,
+    HEADS_WIDTH: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    heads = tl.arange(0, HEADS_WIDTH)
+    dims = tl.arange(0, WIDTH)
+    own = (heads < KV_HEADS)[:, None] & (dims < HEAD_SIZE)[None, :]
+    source = heads[:, None] * HEAD_SIZE + dims[None, :]
+    target = ((slot // PAGE * KV_HEADS + heads[:, None]) * PAGE + slot % PAGE) * HEAD_SIZE + dims[None, :]
+    tl.store(k_cache + target, tl.load(k + token * k_stride + source, mask=own), mask=own)
+    tl.store(v_cache + target, tl.load(v + token * v_stride + source, mask=own), mask=own)
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv,  # [T, heads + 2 * kv_heads, head_size], rows qkv_stride apart: q, then k, then v
+    q_out,  # [T, heads, head_size]
+    k_cache,
+    v_cache,
+    slots,  # [T] int64
+    positions,  # [T] int64
+    cos,  # [max_position, head_size / 2]
+    sin,
+    weight,  # [2, head_size]: of q's norm and of k's; read with NORM alone
+    eps,
+    qkv_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # HEAD_SIZE / 2 rounded up to a power of two
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """One program a token and head: RMSNorm of the head (Qwen3's QK-norm), rotation in half-split form, then q goes to
+    q_out and k to its slot of the cache; v goes there as it is. Arithmetic in fp32, rounded once."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dims = tl.arange(0, HALF)
+    size: tl.constexpr = HEAD_SIZE // 2
+    own = dims < size
+    source = qkv + token * qkv_stride + head * HEAD_SIZE + dims
+    low = tl.load(source, mask=own, other=0.0)
+    high = tl.load(source + size, mask=own, other=0.0)
+    slot = tl.load(slots + token)
+    if head < HEADS + KV_HEADS:
+        a = low.to(tl.float32)
+        b = high.to(tl.float32)
+        if NORM:
+            scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / HEAD_SIZE + eps)
+            row = weight + tl.where(head < HEADS, 0, HEAD_SIZE) + dims
+            a = a * scale * tl.load(row, mask=own, other=0.0).to(tl.float32)
+            b = b * scale * tl.load(row + size, mask=own, other=0.0).to(tl.float32)
+        angle = tl.load(positions + token) * size + dims
+        c = tl.load(cos + angle, mask=own, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=own, other=0.0).to(tl.float32)
+        first = (a * c - b * s).to(q_out.dtype.element_ty)
+        second = (b * c + a * s).to(q_out.dtype.element_ty)
+        if head < HEADS:
+            target = q_out + (token * HEADS + head) * HEAD_SIZE + dims
+        else:
+            target = k_cache + ((slot // PAGE * KV_HEADS + head - HEADS) * PAGE + slot % PAGE) * HEAD_SIZE + dims
+        tl.store(target, first, mask=own)
+        tl.store(target + size, second, mask=own)
+    else:
+        place = (slot // PAGE * KV_HEADS + head - HEADS - KV_HEADS) * PAGE + slot % PAGE
+        tl.store(v_cache + place * HEAD_SIZE + dims, low, mask=own)
+        tl.store(v_cache + place * HEAD_SIZE + size + dims, high, mask=own)
+
+
+@triton.jit
+def copy_blocks_kernel(
+    sources,  # [layers] uint64: addresses of the caches to read, each [2, num_blocks, block_words] of 8-byte words
+    targets,  # [layers] uint64: of those to write; may be the same
+    pairs,  # [n, 2] int64: (source block, target block); no target is a source
+    source_stride,  # words from K's blocks to V's
+    target_stride,
+    WORDS: tl.constexpr,  # of a block
+    BLOCK: tl.constexpr,
+):
+    """One program a pair, layer, half (K or V) and piece of BLOCK words: all layers in one launch."""
+    pair = tl.program_id(0)
+    layer = tl.program_id(1) // 2
+    half = (tl.program_id(1) % 2).to(tl.int64)
+    words = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(sources + layer).to(tl.pointer_type(tl.int64))
+    target = tl.load(targets + layer).to(tl.pointer_type(tl.int64))
+    source = tl.multiple_of(source, 16) + half * source_stride + tl.load(pairs + 2 * pair) * WORDS
+    target = tl.multiple_of(target, 16) + half * target_stride + tl.load(pairs + 2 * pair + 1) * WORDS
+    tl.store(target + words, tl.load(source + words, mask=words < WORDS), mask=words < WORDS)

@@ -1,0 +1,117 @@
+"""Every configuration in which a kernel is shipped, as triton's compiler takes it with no GPU at hand.
+
+tests/kernels/test_compiled.py compiles them for each generation of NVIDIA GPUs and looks at what came out. Constants
+and tiles come from the functions that launch, so that what is checked is what runs.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from minivllm.kernels.triton import attention, cache, draw, norm, paged, sampling
+from minivllm.kernels.triton.tiles import Tile, decode_tile, prefill_tile
+
+ALIGNED = [["tt.divisibility", 16]]  # what the launcher finds out of pointers, and of strides
+
+
+class Shipped(NamedTuple):
+    name: str
+    kernel: Any
+    types: dict[str, str]  # of the arguments that are no constants
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int = 3
+    matrix: str = ""  # "": none; "small": tiles of 16 rows, mma.sync on every GPU; "large": the generation's own
+    unaligned: tuple[str, ...] = ()  # arguments of which nothing is known
+    wide_loads: bool = True  # 16 bytes at a time from global memory
+
+    def attributes(self) -> dict[tuple[int], list]:
+        """Divisibility by argument, for ASTSource."""
+        names = self.kernel.arg_names
+        return {(names.index(name),): ALIGNED for name in self.types if self._aligned(name)}
+
+    def _aligned(self, name: str) -> bool:
+        return name not in self.unaligned and (self.types[name][0] == "*" or name.endswith("stride"))
+
+
+class Shape(NamedTuple):
+    model: str
+    head: paged.Head
+    dtype: str
+    page: int
+
+
+SHAPES = (
+    Shape("llama-8b", paged.Head(32, 8, 128, 0.1, 0, 0.0), "bf16", 16),
+    Shape("qwen3-0.6b", paged.Head(16, 8, 128, 0.1, 0, 0.0), "fp16", 256),
+    Shape("smollm2", paged.Head(9, 3, 64, 0.1, 0, 0.0), "bf16", 32),
+    Shape("gemma2", paged.Head(8, 4, 256, 0.1, 4096, 50.0), "bf16", 16),
+    Shape("phi2-head-80", paged.Head(32, 32, 80, 0.1, 0, 0.0), "bf16", 64),
+)
+INT32 = ("rows", "seq_lens", "tables", "starts")
+
+
+def shipped() -> Iterator[Shipped]:
+    for shape in SHAPES:
+        yield from _attention(shape)
+    yield from _cache()
+    yield from _norms()
+    yield from _sampling()
+
+
+def _attention(shape: Shape) -> Iterator[Shipped]:
+    group = shape.head.num_heads // shape.head.num_kv_heads
+    decode, prefill = (choose(group, shape.head.head_size, 2) for choose in (decode_tile, prefill_tile))
+    types = {name: f"*{shape.dtype}" for name in ("q", "k_cache", "v_cache", "out")} | {name: "*i32" for name in INT32}
+    types |= {name: "*fp32" for name in ("partial", "peaks", "norms")} | {"scale": "fp32", "cap": "fp32"}
+    types |= {name: "i32" for name in ("q_stride", "table_stride", "num_requests", "num_splits")}
+    for split in (False, True):
+        constants = paged.constants(shape.head, shape.page, decode, False) | {"SPLIT": split}
+        name = f"decode{' split' * split}, {shape.model}"
+        yield _shipped(name, attention.decode_kernel, types, constants, decode, matrix="small")
+    joined = Tile(0, decode.block_n, 4, 3)
+    constants = paged.join_constants(shape.head, decode)
+    yield _shipped(f"join, {shape.model}", attention.join_kernel, types, constants, joined)
+    constants = paged.constants(shape.head, shape.page, prefill, False)
+    yield _shipped(f"prefill, {shape.model}", attention.prefill_kernel, types, constants, prefill, matrix="large")
+
+
+def _shipped(name: str, kernel: Any, types: dict, constants: dict, tile: Tile, **more: Any) -> Shipped:
+    own = {arg: types[arg] for arg in kernel.arg_names if arg not in constants}
+    return Shipped(name, kernel, own, constants, tile.num_warps, tile.num_stages, unaligned=("table_stride",), **more)
+
+
+def _cache() -> Iterator[Shipped]:
+    tensors = {name: "*bf16" for name in ("k", "v", "k_cache", "v_cache")}
+    heads = {"KV_HEADS": 8, "HEAD_SIZE": 128, "PAGE": 16}
+    types = tensors | {"slots": "*i64", "k_stride": "i32", "v_stride": "i32"}
+    yield Shipped("cache write", cache.write_kernel, types, heads | {"HEADS_WIDTH": 8, "WIDTH": 128}, 4)
+    types = {name: "*bf16" for name in ("qkv", "q_out", "k_cache", "v_cache", "cos", "sin", "weight")}
+    types |= {"slots": "*i64", "positions": "*i64", "eps": "fp32", "qkv_stride": "i32"}
+    for use_norm in (False, True):  # a program's 64 pairs are 4 bytes a thread, and a warp reads 128 bytes in one piece
+        constants = heads | {"HEADS": 32, "HALF": 64, "NORM": use_norm}
+        name = f"rope{' + norm' * use_norm} + cache write"
+        yield Shipped(name, cache.rope_write_kernel, types, constants, 1, wide_loads=False)
+    types = {"sources": "*u64", "targets": "*u64", "pairs": "*i64", "source_stride": "i64", "target_stride": "i64"}
+    yield Shipped("block copy", cache.copy_blocks_kernel, types, {"WORDS": 4096, "BLOCK": 2048}, 4)
+
+
+def _norms() -> Iterator[Shipped]:
+    types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32", "x_stride": "i32"}
+    yield Shipped("rms norm", norm.rms_norm_kernel, types, {"SIZE": 4096, "WIDTH": 4096}, 8)
+    types = {"x": "*bf16", "out": "*bf16", "x_stride": "i32"}
+    yield Shipped("silu mul", norm.silu_mul_kernel, types, {"SIZE": 14336, "BLOCK": 1024}, 4)
+
+
+def _sampling() -> Iterator[Shipped]:
+    types = {"probs": "*fp32", "cuts": "*fp32", "seeds": "*i64", "positions": "*i64"}
+    types |= {"times": "*fp64", "winners": "*i64", "masses": "*fp64", "stride": "i32", "num_blocks": "i32"}
+    constants = {"CHUNK": draw.CHUNK, "BLOCK": sampling.BLOCK}
+    yield Shipped("race of blocks", sampling.race_blocks_kernel, types, constants, 4)
+    types = {name: kind for name, kind in types.items() if name not in ("stride", "num_blocks")}
+    types |= {"tokens": "*i64", "valid": "*i8", "stride": "i32", "num_chunks": "i32"}
+    constants = {"CHUNKS": 32, "BLOCK": sampling.BLOCK}  # 131,072 tokens
+    yield Shipped("race of tokens", sampling.race_tokens_kernel, types, constants, 2, wide_loads=False)
+    types = {"probs": "*fp32", "top_k": "*i64", "top_p": "*fp64", "min_p": "*fp32", "cuts": "*fp32"}
+    types |= {"stride": "i32", "size": "i32"}
+    # A thread reads 4 bytes at a time here: rows of any length are masked by it. They come from the cache.
+    yield Shipped("cuts", sampling.find_cuts_kernel, types, {"LOOP": sampling.LOOP}, 8, wide_loads=False)

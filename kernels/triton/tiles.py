@@ -1,0 +1,39 @@
+"""Which tile a kernel works on, and with how many warps: chosen from what the host knows before a step. No triton here.
+
+Every choice is one of few, so that all of them can be compiled ahead of time on a machine with no GPU: the gate of
+tests/kernels compiles what `minivllm.kernels.triton.shipped` lists, for each generation of GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    block_m: int  # rows of the query matrix: queries times the query heads of one KV head
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int = 2  # of the software pipeline
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The next one; at least 16, below which no matrix instruction works."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def decode_tile(group: int, head_size: int, itemsize: int) -> Tile:
+    """One query's heads are few rows: the tile is as small as the matrix instruction allows, and memory decides."""
+    return Tile(power_of_two(group), 32 if head_size > 128 or itemsize > 2 else 64, 4)
+
+
+def prefill_tile(group: int, head_size: int, itemsize: int) -> Tile:
+    """64 rows for each group of four warps is what Hopper's wgmma needs; 16 compile to mma.sync on every GPU."""
+    if head_size * itemsize > 256:
+        return Tile(power_of_two(group, 64), 32, 8)
+    return Tile(power_of_two(group, 128), 64, 8, 3 if head_size <= 64 else 2)  # sm_100 spills with 64 and two stages
+
+
+def num_splits(num_requests: int, num_kv_heads: int, num_sms: int, most: int) -> int:
+    """Programs that share the keys of a request: enough for four on each multiprocessor, if there are `most` tiles."""
+    wanted = -(-4 * num_sms // max(1, num_requests * num_kv_heads))
+    return max(1, min(wanted, most, 32))

@@ -1,0 +1,67 @@
+"""The slow, obviously right twins of the kernels, in plain torch: their oracles, and what runs where they cannot.
+
+Attention's is minivllm.attention.reference. Arithmetic is in `dtype`: float64 when a kernel is judged.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+F64 = torch.float64
+
+
+def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """k, v [T, kv_heads, head_size] to slots [T] of the caches [num_blocks, kv_heads, block_size, head_size]."""
+    page = k_cache.shape[2]
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache[slots // page, :, slots % page] = new.to(cache.dtype)
+
+
+def rope_write(
+    qkv: Tensor,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype = F64,
+) -> None:
+    """As kernels.triton.elementwise.rope_write."""
+    heads, kv_heads = q_out.shape[1], k_cache.shape[1]
+    q, k, v = qkv.to(dtype).split([heads, kv_heads, kv_heads], 1)
+    if weight is not None:
+        q, k = (rms_norm(x, w, eps, dtype) for x, w in zip((q, k), weight, strict=True))
+    c, s = (table.to(dtype)[positions][:, None] for table in (cos, sin))
+    q, k = (rotate(x, c, s) for x in (q, k))
+    q_out.copy_(q)
+    write(k, v, k_cache, v_cache, slots)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., head_size], cos and sin [..., head_size / 2]: each pair (x_i, x_{i + head_size/2}) turned."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def copy_blocks(sources: list[Tensor], targets: list[Tensor], pairs: Tensor) -> None:
+    """Caches [2, num_blocks, ...] of each layer; pairs [n, 2]: (source block, target block)."""
+    for source, target in zip(sources, targets, strict=True):
+        for a, b in pairs.tolist():
+            target[:, b] = source[:, a]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = F64) -> Tensor:
+    """x [..., size] -> x / rms(x) * weight in `dtype`."""
+    x = x.to(dtype)
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(dtype)
+
+
+def silu_mul(x: Tensor, dtype: torch.dtype = F64) -> Tensor:
+    """x [T, 2 * size]: gate, then up -> [T, size] = silu(gate) * up."""
+    gate, up = x.to(dtype).chunk(2, -1)
+    return gate * gate.sigmoid() * up

@@ -1,0 +1,122 @@
+"""Paged attention in Triton (kernels/triton): a launch for the decodes of a step and one for all other requests.
+
+Cache layout: [2 (K, V), num_blocks, kv_heads, block_size, head_size]. The keys of one head and block are one piece of
+memory, as a program reads them.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.attention.base import AttentionSpec, KVSpec
+from minivllm.kernels.triton.tiles import Tile, decode_tile, num_splits, prefill_tile
+
+if TYPE_CHECKING:
+    from minivllm.kernels.triton.paged import Requests
+    from minivllm.runner.batch import InputBatch
+
+
+class _Meta(NamedTuple):
+    slots: Tensor  # [padded T] int64
+    decodes: Requests | None
+    others: Requests | None
+    longest_decode: int  # tokens
+    num_tokens: int
+
+
+class TritonAttention:
+    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    int8_kv: ClassVar[bool] = False
+    block_axis: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        layers: list[AttentionSpec],
+        spec: KVSpec,
+        num_blocks: int,
+        device: torch.device,
+        tiles: tuple[Tile, Tile] | None = None,
+        num_sms: int | None = None,
+    ):
+        """tiles: of decode and of prefill; None: those that are shipped for the shape."""
+        from minivllm.kernels.triton import elementwise, paged
+
+        self.paged, self.write = paged, elementwise.write
+        for layer in layers:
+            assert layer.num_heads % layer.num_kv_heads == 0, layer
+            assert (layer.num_kv_heads, layer.head_size) == (spec.num_kv_heads, spec.head_size), layer
+        assert spec.dtype in paged.DTYPES, spec.dtype
+        self.spec = spec
+        self.device = torch.device(device)
+        on_gpu = self.device.type == "cuda"
+        self.num_sms = num_sms or (torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1)
+        self.scratch = paged.Scratch(self.device)
+        self.heads = {layer: _head(paged.Head, layer) for layer in layers}
+        self.tiles = {layer: tiles or _tiles(layer, spec) for layer in layers}
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        if find_spec("triton") is None:
+            return 'triton is not installed: pip install "minivllm[gpu]" (Linux only)'
+        if device.type == "cuda":
+            return None
+        from minivllm.kernels.triton.interpreted import INTERPRETED
+
+        return None if INTERPRETED and device.type == "cpu" else f"its kernels need a CUDA device, not {device.type}"
+
+    def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
+
+    def prepare(self, batch: InputBatch) -> _Meta:
+        bounds = batch.query_start[: batch.num_requests + 1].astype(np.int32)
+        num_queries = np.diff(bounds)
+        single, several = np.flatnonzero(num_queries == 1), np.flatnonzero(num_queries > 1)
+        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
+        longest = int(batch.seq_lens[single].max()) if single.size else 0
+        decodes, others = self._requests(batch, bounds, single), self._requests(batch, bounds, several)
+        return _Meta(slots, decodes, others, longest, batch.num_tokens)
+
+    def _requests(self, batch: InputBatch, bounds: np.ndarray, which: np.ndarray) -> Requests | None:
+        if not which.size:
+            return None
+        starts = np.concatenate([[0], np.cumsum(bounds[which + 1] - bounds[which])])
+        arrays = bounds[which], batch.seq_lens[which], batch.block_tables[which], starts
+        tensors = (torch.tensor(array, dtype=torch.int32, device=self.device) for array in arrays)
+        return self.paged.Requests(*tensors, int(starts[-1]))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
+    ) -> None:
+        paged, head = self.paged, self.heads[layer]
+        q, k, v = _with_dense_heads(q), _with_dense_heads(k), _with_dense_heads(v)
+        keys, values = kv
+        self.write(k, v, keys, values, meta.slots)
+        decode, prefill = self.tiles[layer]
+        if meta.decodes is not None:
+            most = min(meta.longest_decode, layer.sliding_window or meta.longest_decode) // decode.block_n + 1
+            splits = num_splits(len(meta.decodes.rows), layer.num_kv_heads, self.num_sms, most)
+            paged.decode(q, keys, values, meta.decodes, head, out, self.scratch, decode, splits)
+        if meta.others is not None:
+            paged.prefill(q, keys, values, meta.others, head, out, prefill)
+        if out.shape[0] > meta.num_tokens:  # nobody reads padding rows, but they pass through the layers that follow
+            out[meta.num_tokens :].zero_()
+
+
+def _head(cls: type, layer: AttentionSpec):
+    heads = layer.num_heads, layer.num_kv_heads, layer.head_size
+    return cls(*heads, layer.scale, layer.sliding_window or 0, layer.soft_cap or 0.0)
+
+
+def _tiles(layer: AttentionSpec, spec: KVSpec) -> tuple[Tile, Tile]:
+    shape = layer.num_heads // layer.num_kv_heads, layer.head_size, spec.dtype.itemsize
+    return decode_tile(*shape), prefill_tile(*shape)
+
+
+def _with_dense_heads(x: Tensor) -> Tensor:
+    """[T, heads, head_size] in which a token's heads lie together; tokens may be apart (views of one projection)."""
+    return x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous()
