@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench clean
+.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench site chapters relock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,15 @@ bench: setup  ## start-up, host time and offline throughput, one JSON line each
 	$(PY) bench/startup.py $(ARGS)
 	$(PY) bench/host.py $(ARGS)
 	$(PY) bench/offline.py $(ARGS)
+
+site: $(INSTALLED)  ## the book as HTML, in build/site: open build/site/index.html
+	$(PY) -m sphinx -n -W --keep-going -q -c site chapters build/site
+
+chapters: setup  ## run every chapter's script and keep its results, which the book then shows
+	$(PY) -m minivllm chapter --all --record
+
+relock: $(INSTALLED)  ## renew the locks of the book's quotes, after reading the text around those that changed
+	$(PY) site/relock.py
 
 clean:  ## forget .venv and all caches in this folder
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -51,7 +51,9 @@ def main(
 ) -> None:
     parser = argparse.ArgumentParser(prog=f"python -m minivllm chapter {int(chapter)}")
     parser.add_argument("--smoke", action="store_true", help="smaller sizes: are the claims true here?")
-    parser.add_argument("--record", action="store_true", help=f"keep the results in {RESULTS.relative_to(CHAPTERS.parent)}/")
+    parser.add_argument(
+        "--record", action="store_true", help=f"keep the results in {RESULTS.relative_to(CHAPTERS.parent)}/"
+    )
     args = parser.parse_args()
     start = time.perf_counter()
     results = measure(args.smoke)

@@ -13,6 +13,7 @@ COMMANDS = {
     "chat": ("minivllm.cli_chat", "talk to a model in this terminal"),
     "features": ("minivllm.cli_features", "every option of the engine, its default and its meaning"),
     "trace": ("minivllm.cli_trace", "replay a recorded run, or export it to the Chrome trace format"),
+    "chapter": ("minivllm.cli_chapter", "run a chapter of the book, or do its exercise"),
     "version": ("", "the version of minivllm"),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bookext.quotes import ROOT, relock  # noqa: E402
+from bookext.quotes import ROOT, relock
 
 for page in sorted((ROOT / "chapters").rglob("*.md")):
     text, changed = relock(page.read_text())

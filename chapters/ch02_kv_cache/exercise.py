@@ -1,6 +1,6 @@
 """Chapter 2: write the cache. Fill in `append`, then run the tests:
 
-    python -m minivllm chapter 2 --exercise
+python -m minivllm chapter 2 --exercise
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Directive(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         try:
             return self.build()
-        except EXPECTED as e:
+        except (*EXPECTED, ValueError) as e:  # ValueError: a format that does not fit
             raise self.error(str(e)) from None
 
     def build(self) -> list[nodes.Node]:
@@ -119,7 +119,7 @@ class RunOutput(Directive):
 
 class Chart(Directive):
     """`{chart} source:rows`, with the caption (its conclusion) as content. `:y:` has `path = name (meaning)`, split by |;
-    a path that ends in .median takes the interval from .min and .max beside it."""
+    a path that ends in .median or .min takes the interval from .min and .max beside it."""
 
     required_arguments = 1
     option_spec = {name: directives.unchanged_required for name in ("x", "y", "x-label", "y-label", "kind")}
@@ -144,7 +144,8 @@ class Chart(Directive):
         if matched is None or matched[3] not in charts.MEANINGS:
             raise records.RecordError(f":y: is `path = name (meaning)`, meaning one of {charts.MEANINGS}; got {text!r}")
         path = matched[1]
-        around = [path.removesuffix("median") + end if path.endswith("median") else path for end in ("min", "max")]
+        stem, _, last = path.rpartition(".")
+        around = [f"{stem}.{end}" if last in ("min", "median") else path for end in ("min", "max")]
         values, low, high = ([float(records.pick(row, p)) for row in rows] for p in (path, *around))
         return charts.Series(matched[2], matched[3], values, low, high)
 
@@ -191,7 +192,8 @@ class Switch(Directive):
 
 
 class Records(Directive):
-    """`{records} source:rows`, each line of content `path format = title`: a table from committed results."""
+    """`{records} source:rows`, each line of content `path format = title`: a table from committed results. `name?` is
+    a value that only some rows have."""
 
     required_arguments = 1
 
@@ -206,7 +208,8 @@ class Records(Directive):
     @staticmethod
     def cell(row: Any, column: str) -> str:
         place, _, form = column.partition(" ")
-        return format(records.pick(row, place), form)
+        value = row.get(place[:-1]) if place.endswith("?") else records.pick(row, place)
+        return "–" if value is None else format(value, form)  # a ratio to zero
 
 
 class Rerun(Directive):

@@ -40,13 +40,19 @@ def line(xs: Sequence[float], series: Sequence[Series], x_label: str, y_label: s
 
     parts = [_grid(marks, y, y_label)]
     shown = [value for i, value in enumerate(xs) if i == 0 or x(value) - x(xs[i - 1]) > 26]
-    parts += [f'<text class="tick" x="{x(v):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{v:g}</text>' for v in shown]
-    parts.append(f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
+    parts += [
+        f'<text class="tick" x="{x(v):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{v:g}</text>' for v in shown
+    ]
+    parts.append(
+        f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
+    )
     for s in series:
         points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, s.values, strict=True))
         parts.append(f'<g class="m-{s.meaning}"><polyline points="{points}" fill="none" stroke-width="2.5"/>')
         for a, b, low, high in zip(xs, s.values, s.low, s.high, strict=True):
-            parts.append(f'<line x1="{x(a):.1f}" x2="{x(a):.1f}" y1="{y(low):.1f}" y2="{y(high):.1f}" stroke-width="1.5"/>')
+            parts.append(
+                f'<line x1="{x(a):.1f}" x2="{x(a):.1f}" y1="{y(low):.1f}" y2="{y(high):.1f}" stroke-width="1.5"/>'
+            )
             parts.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="4"><title>{a:g}: {b:g}</title></circle>')
         parts.append(_name_at(s.name, x(xs[-1]) - 8, y(s.values[-1])) + "</g>")
     return _svg(parts, HEIGHT, f"{y_label} against {x_label}")
@@ -65,9 +71,13 @@ def bars(labels: Sequence[str], series: Series, unit: str) -> str:
     for i, (label, value, low, high) in enumerate(zip(labels, series.values, series.low, series.high, strict=True)):
         y = TOP + row * i
         parts.append(f'<text class="tick" x="{left - 8}" y="{y + 16}" text-anchor="end">{escape(label)}</text>')
-        parts.append(f'<g class="m-{series.meaning}"><rect x="{left}" y="{y + 3}" width="{x(value) - left:.1f}" height="18" rx="2"/>')
+        parts.append(
+            f'<g class="m-{series.meaning}"><rect x="{left}" y="{y + 3}" width="{x(value) - left:.1f}" height="18" rx="2"/>'
+        )
         if high > low:
-            parts.append(f'<line class="interval" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y + 12}" y2="{y + 12}" stroke-width="2"/>')
+            parts.append(
+                f'<line class="interval" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y + 12}" y2="{y + 12}" stroke-width="2"/>'
+            )
         parts.append(f'</g><text class="tick" x="{x(high) + 6:.1f}" y="{y + 16}">{value:g}</text>')
     return _svg(parts, height, unit)
 

@@ -27,7 +27,9 @@ def load(source: str) -> dict[str, Any]:
         return json.loads(whole.read_text())
     if lines.is_file():
         return json.loads(lines.read_text().splitlines()[int(matched[3] or -1)])
-    raise RecordError(f"{source}: neither {whole.name} nor {lines.name} is committed; `make chapters` makes a chapter's")
+    raise RecordError(
+        f"{source}: neither {whole.name} nor {lines.name} is committed; `make chapters` makes a chapter's"
+    )
 
 
 def pick(value: Any, path: str) -> Any:
