@@ -1,4 +1,4 @@
-"""The `chapter` command: run a chapter's script, or do its exercise. The chapters are in the repository, not in a wheel."""
+"""The `chapter` command: run a chapter's script, or do its exercise. Chapters are in the repository, not in a wheel."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def do_exercise(folder: Path, work: Path) -> int:
             shutil.copy(folder / name, work / name)
     print(f"edit {work / 'exercise.py'}, then run this again", file=sys.stderr)
     tests = str((work / "test_exercise.py").resolve())
-    return python(["-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(work), "-p", "no:cacheprovider", tests])
+    quiet = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # they would leave folders where the reader works
+    return python(["-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(work), *quiet, tests])
 
 
 def python(args: list[str]) -> int:

@@ -27,7 +27,7 @@ def new_request(model: Any, capacity: int) -> OneRequest:
     return OneRequest(model, lambda layer: KVCache(capacity, layer.num_kv_heads, layer.head_size))
 
 
-def generate_without(model: Any, prompt: list[int], num_new: int) -> list[int]:
+def generate_without(model, prompt: list[int], num_new: int):
     tokens = list(prompt)
     for _ in range(num_new):
         request = new_request(model, len(tokens))
@@ -35,7 +35,7 @@ def generate_without(model: Any, prompt: list[int], num_new: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def generate_with(model: Any, prompt: list[int], num_new: int) -> list[int]:
+def generate_with(model, prompt: list[int], num_new: int):
     request = new_request(model, len(prompt) + num_new)
     new = [request.next_token(prompt)]
     while len(new) < num_new:

@@ -1,4 +1,4 @@
-"""The directives of the book. What they show comes from the real code and from committed results, or fails the build."""
+"""The directives of the book. What they show comes from real code and committed results, or the build fails."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class RunOutput(Directive):
 
 
 class Chart(Directive):
-    """`{chart} source:rows`, with the caption (its conclusion) as content. `:y:` has `path = name (meaning)`, split by |;
-    a path that ends in .median or .min takes the interval from .min and .max beside it."""
+    """`{chart} source:rows`, with the caption (its conclusion) as content. `:y:` has `path = name (meaning)`, split by
+    |; a path that ends in .median or .min takes the interval from .min and .max beside it."""
 
     required_arguments = 1
     option_spec = {name: directives.unchanged_required for name in ("x", "y", "x-label", "y-label", "kind")}

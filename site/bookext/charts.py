@@ -43,9 +43,8 @@ def line(xs: Sequence[float], series: Sequence[Series], x_label: str, y_label: s
     parts += [
         f'<text class="tick" x="{x(v):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{v:g}</text>' for v in shown
     ]
-    parts.append(
-        f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
-    )
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     for s in series:
         points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, s.values, strict=True))
         parts.append(f'<g class="m-{s.meaning}"><polyline points="{points}" fill="none" stroke-width="2.5"/>')
@@ -71,13 +70,11 @@ def bars(labels: Sequence[str], series: Series, unit: str) -> str:
     for i, (label, value, low, high) in enumerate(zip(labels, series.values, series.low, series.high, strict=True)):
         y = TOP + row * i
         parts.append(f'<text class="tick" x="{left - 8}" y="{y + 16}" text-anchor="end">{escape(label)}</text>')
-        parts.append(
-            f'<g class="m-{series.meaning}"><rect x="{left}" y="{y + 3}" width="{x(value) - left:.1f}" height="18" rx="2"/>'
-        )
+        parts.append(f'<g class="m-{series.meaning}">')
+        parts.append(f'<rect x="{left}" y="{y + 3}" width="{x(value) - left:.1f}" height="18" rx="2"/>')
         if high > low:
-            parts.append(
-                f'<line class="interval" x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y + 12}" y2="{y + 12}" stroke-width="2"/>'
-            )
+            at = f'x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y + 12}" y2="{y + 12}"'
+            parts.append(f'<line class="interval" {at} stroke-width="2"/>')
         parts.append(f'</g><text class="tick" x="{x(high) + 6:.1f}" y="{y + 16}">{value:g}</text>')
     return _svg(parts, height, unit)
 
@@ -85,7 +82,8 @@ def bars(labels: Sequence[str], series: Series, unit: str) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     cells = "".join("<tr>" + "".join(f"<td>{escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
     titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    return f'<div class="scroll" tabindex="0"><table class="docutils"><thead><tr>{titles}</tr></thead><tbody>{cells}</tbody></table></div>'
+    inner = f"<thead><tr>{titles}</tr></thead><tbody>{cells}</tbody>"
+    return f'<div class="scroll" tabindex="0"><table class="docutils">{inner}</table></div>'
 
 
 def _grid(marks: Sequence[float], y: Any, label: str) -> str:

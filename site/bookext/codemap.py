@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def sources() -> Iterator[tuple[str, Path]]:
             yield from ((part, path) for path in ([top] if top.is_file() else sorted(top.rglob("*.py"))))
 
 
+@cache
 def lines() -> dict[str, int]:
     counted: dict[str, int] = {}
     for part, path in sources():
@@ -43,6 +45,7 @@ def lines() -> dict[str, int]:
     return {part: count for part, count in counted.items() if count}
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """{part: the parts that it imports when it is imported}; imports within functions and for types are left out."""
     known = lines()
@@ -119,10 +122,10 @@ def _below(uses: dict[str, set[str]], part: str) -> set[str]:
 
 def _box(part: str, x: float, y: float, size: int, uses: set[str]) -> str:
     imports = escape(f"{part}: {size} lines; imports {', '.join(sorted(uses)) or 'none of these'}")
-    middle = x + BOX_WIDTH / 2
+    middle, what = x + BOX_WIDTH / 2, WHAT.get(part, "")
     return (
         f'<g class="part"><title>{imports}</title>'
         f'<rect x="{x:.0f}" y="{y:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6"/>'
         f'<text class="part-name" x="{middle:.0f}" y="{y + 17:.0f}" text-anchor="middle">{part}</text>'
-        f'<text class="part-what" x="{middle:.0f}" y="{y + 32:.0f}" text-anchor="middle">{WHAT.get(part, "")}</text></g>'
+        f'<text class="part-what" x="{middle:.0f}" y="{y + 32:.0f}" text-anchor="middle">{what}</text></g>'
     )

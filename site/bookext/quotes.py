@@ -1,7 +1,7 @@
 """Quotes of real code: found by symbol, locked by the hash of their syntax tree.
 
-A reference is `path/of/file.py::Class.method @lock`. When the quoted code changes, the lock no longer fits and the build
-fails, until somebody has read the page again and run `make relock`. Comments and layout are not part of the lock.
+A reference is `path/of/file.py::Class.method @lock`. When the quoted code changes, the lock no longer fits and the
+build fails, until somebody has read the page again and run `make relock`. Comments and layout are not part of the lock.
 """
 
 from __future__ import annotations

@@ -117,20 +117,26 @@ def test_a_chapter_has_at_least_three_mutants_and_three_hints(folder):
     assert len(re.findall(r"^\+\+\+$", exercise, re.MULTILINE)) == 3
 
 
-def test_the_command_copies_an_exercise_and_keeps_what_the_reader_wrote(tmp_path):
-    def run() -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "minivllm", "chapter", "2", "--exercise", "mine"]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-
-    untouched = run()
-    assert untouched.returncode != 0 and "4 failed" in untouched.stdout, untouched.stdout + untouched.stderr
+def test_the_command_runs_the_tests_on_what_the_reader_wrote_and_keeps_it(tmp_path):
     solution = (ROOT / "chapters" / "ch02_kv_cache" / "solution.py").read_text()
+    (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "exercise.py").write_text(solution)
-    solved = run()
-    assert solved.returncode == 0 and "4 passed" in solved.stdout, solved.stdout + solved.stderr
+    command = [sys.executable, "-m", "minivllm", "chapter", "2", "--exercise", "mine"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "mine" / "exercise.py").read_text() == solution
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@each_chapter
+def test_the_command_begins_with_the_stub(folder, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(cli_chapter, "python", lambda args: ran.append(args[-1]) or 1)
+    assert cli_chapter.main([folder.name[2:4], "--exercise", str(tmp_path / "mine")]) == 1
+    assert ran == [str(tmp_path / "mine" / "test_exercise.py")]
+    for name in cli_chapter.EXERCISE:
+        assert (tmp_path / "mine" / name).read_text() == (folder / name).read_text()
 
 
 def test_a_chapter_that_does_not_exist_is_refused_with_those_that_do(capsys):
