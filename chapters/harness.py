@@ -19,7 +19,7 @@ from minivllm.features import FEATURES, Feature
 
 CHAPTERS = Path(__file__).parent
 RESULTS = CHAPTERS / "results"
-MAX_SECONDS = 60  # of a script, on two cores
+MIN_ROUNDS = 3  # of runs whose times are compared
 
 
 def switches(chapter: str) -> list[Feature]:
@@ -32,10 +32,14 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def milliseconds(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, float]]:
-    """Each run's time in ms. They take turns, so that whatever else the machine does disturbs all of them alike."""
+def milliseconds(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, float]]:
+    """Each run's time in ms, over at least three rounds and about so many seconds.
+
+    They take turns, so that whatever else the machine does disturbs all of them alike.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
+    begin = time.perf_counter()
+    while len(times[next(iter(runs))]) < MIN_ROUNDS or time.perf_counter() - begin < seconds:
         for name, run in runs.items():
             start = time.perf_counter()
             run()

@@ -18,7 +18,7 @@ from minivllm.loading import load_model
 (SWITCH,) = switches("02")
 LENGTHS, SMOKE_LENGTHS = (5, 32, 64, 128, 256, 500), (5, 96)
 NUM_NEW, SMOKE_NEW = 16, 6
-ROUNDS = 3
+SECONDS, SMOKE_SECONDS = 2.0, 0.3  # for the runs of one length
 POOL = "16MiB"
 PROMPT = "The lighthouse keeper climbed the stairs, as he had done every evening for thirty years, and"
 
@@ -43,7 +43,7 @@ def generate_with(model, prompt: list[int], num_new: int):
     return new
 
 
-def time_of_a_token(model: Any, text: list[int], length: int, rounds: int) -> dict[str, Any]:
+def time_of_a_token(model: Any, text: list[int], length: int, seconds: float) -> dict[str, Any]:
     """The token that follows `length` tokens: all of them computed, or the last of them over a cache of the rest.
 
     The ratio is of the fastest runs: other programs only ever add time.
@@ -60,7 +60,7 @@ def time_of_a_token(model: Any, text: list[int], length: int, rounds: int) -> di
     def recomputed() -> None:
         new_request(model, length).next_token(text[:length])
 
-    times = milliseconds({"without": recomputed, "with": cached}, rounds)
+    times = milliseconds({"without": recomputed, "with": cached}, seconds)
     return {"tokens": length, **times, "ratio": round(times["without"]["min"] / times["with"]["min"], 2)}
 
 
@@ -110,7 +110,7 @@ def measure(smoke: bool) -> dict[str, Any]:
     rows = []
     for length in lengths:
         note(f"  the token after {length}")
-        rows.append(time_of_a_token(model, text, length, ROUNDS))
+        rows.append(time_of_a_token(model, text, length, SMOKE_SECONDS if smoke else SECONDS))
     note("  the same text, both ways")
     prompt = text[:16]
     without, with_cache = generate_without(model, prompt, num_new), generate_with(model, prompt, num_new)

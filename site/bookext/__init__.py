@@ -141,7 +141,7 @@ class Chart(Directive):
 
     def series(self, rows: list[Any], text: str) -> charts.Series:
         matched = re.fullmatch(r"\s*(\S+) = (.+?) \((\w+)\)\s*", text)
-        if matched is None or matched[3] not in charts.MEANINGS:
+        if matched is None or matched[3] not in (*charts.MEANINGS, "preset"):
             raise records.RecordError(f":y: is `path = name (meaning)`, meaning one of {charts.MEANINGS}; got {text!r}")
         path = matched[1]
         stem, _, last = path.rpartition(".")
@@ -229,8 +229,9 @@ class Sources(Directive):
     def build(self) -> list[nodes.Node]:
         items = nodes.bullet_list()
         for source in self.env.current_document.get(USED, {}):
-            where = f"{source}: {records.provenance(source)}; again by {records.load(source)['command']}"
-            items += nodes.list_item("", nodes.paragraph("", where))
+            where = nodes.paragraph("", f"{source}: {records.provenance(source)}; again by ")
+            where += nodes.literal(text=records.load(source)["command"])
+            items += nodes.list_item("", where)
         return [self.box("sources", nodes.paragraph("", "The numbers of this page were measured, not typed:"), items)]
 
 

@@ -14,6 +14,11 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 16, 30, 46
 MEANINGS = ("without", "with", "v0", "v1", "contiguous", "other")
 
 
+def of_preset(name: str) -> str:
+    """What a preset of minivllm/config.py means, for bars that are presets."""
+    return name if name in MEANINGS else "contiguous"
+
+
 class Series(NamedTuple):
     name: str
     meaning: str
@@ -70,7 +75,8 @@ def bars(labels: Sequence[str], series: Series, unit: str) -> str:
     for i, (label, value, low, high) in enumerate(zip(labels, series.values, series.low, series.high, strict=True)):
         y = TOP + row * i
         parts.append(f'<text class="tick" x="{left - 8}" y="{y + 16}" text-anchor="end">{escape(label)}</text>')
-        parts.append(f'<g class="m-{series.meaning}">')
+        meaning = of_preset(label) if series.meaning == "preset" else series.meaning
+        parts.append(f'<g class="m-{meaning}">')
         parts.append(f'<rect x="{left}" y="{y + 3}" width="{x(value) - left:.1f}" height="18" rx="2"/>')
         if high > low:
             at = f'x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y + 12}" y2="{y + 12}"'
