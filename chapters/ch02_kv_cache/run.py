@@ -9,7 +9,7 @@ import torch
 from chapters.ch02_kv_cache.solution import KVCache
 from chapters.harness import main, milliseconds, note, switches
 from chapters.lab import OneRequest
-from minivllm import LLM, SamplingParams, machine
+from minivllm import LLM, SamplingParams
 from minivllm.attention.base import KVSpec
 from minivllm.config import DEFAULT_MODEL
 from minivllm.errors import ConfigError
@@ -88,8 +88,9 @@ def engine(num_new: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for option in SWITCH.options:
         note(f"  the engine with {SWITCH.field}={option}")
+        overrides = {SWITCH.field: option, "kv.memory": POOL, "executor.num_threads": torch.get_num_threads()}
         try:
-            llm = LLM(dtype="bfloat16", quantization="none", overrides={SWITCH.field: option, "kv.memory": POOL})
+            llm = LLM(dtype="bfloat16", quantization="none", overrides=overrides)
         except ConfigError as e:  # int8 needs the C++ kernels
             found[option] = {"refused": str(e)}
             continue
@@ -100,7 +101,6 @@ def engine(num_new: int) -> dict[str, Any]:
 
 
 def measure(smoke: bool) -> dict[str, Any]:
-    torch.set_num_threads(machine.num_cores())
     loaded = load_model(DEFAULT_MODEL, torch.float32, "cpu", quantization="none")
     model, spec = loaded.model, loaded.spec
     generator = torch.Generator().manual_seed(0)
@@ -117,6 +117,7 @@ def measure(smoke: bool) -> dict[str, Any]:
     return {
         "model": DEFAULT_MODEL,
         "dtype": "float32",
+        "threads": torch.get_num_threads(),
         "rows": rows,
         "generate": {
             "num_prompt": len(prompt),
