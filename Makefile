@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench peers clean
+.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench peers site chapters relock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,6 +85,15 @@ bench: setup  ## start-up, host time and offline throughput, one JSON line each
 # Each peer has a virtual environment of its own in .peers/. One that cannot be installed is left out, with the reason.
 peers: setup  ## vLLM, llama.cpp and transformers beside minivllm (ARGS="--only vllm"); then: python -m bench.peers
 	$(PY) -m bench.peers.install $(ARGS)
+
+site: $(INSTALLED)  ## the book as HTML, in build/site: open build/site/index.html
+	$(PY) -m sphinx -n -W --keep-going -q -c site chapters build/site
+
+chapters: setup  ## run every chapter's script and keep its results, which the book then shows
+	$(PY) -m minivllm chapter --all --record
+
+relock: $(INSTALLED)  ## renew the locks of the book's quotes, after reading the text around those that changed
+	$(PY) site/relock.py
 
 clean:  ## forget .venv and all caches in this folder
 	rm -rf $(VENV) .peers build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ COMMANDS = {
     "batch": ("minivllm.cli_batch", "answer a file of requests offline, in OpenAI's batch format"),
     "features": ("minivllm.cli_features", "every option of the engine, its default and its meaning"),
     "trace": ("minivllm.cli_trace", "replay a recorded run, or export it to the Chrome trace format"),
+    "chapter": ("minivllm.cli_chapter", "run a chapter of the book, or do its exercise"),
     "version": ("", "the version of minivllm"),
 }
 

@@ -193,7 +193,7 @@ FEATURES: tuple[Feature, ...] = (
         ("auto", "int8"),
         "auto",
         "how K and V are kept: as the model computes them, or in 8 bits with a scale for each token and head",
-        chapter="06",
+        chapter="02",
         workload="memory_pressure",
         metric="throughput",
     ),

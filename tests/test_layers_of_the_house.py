@@ -41,7 +41,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("executor",),
     ("engine",),
     ("cli",),
-    ("serve", "cli_batch", "cli_chat", "cli_features", "cli_trace"),
+    ("serve", "cli_batch", "cli_chapter", "cli_chat", "cli_features", "cli_trace"),
     ("__main__",),
 )
 STOREY = {name: number for number, names in enumerate(STOREYS) for name in names}

@@ -1,0 +1,65 @@
+"""Committed results: where a figure on a page comes from.
+
+A source is `ch02` (chapters/results/ch02.json) or `bench/host` (the last line of bench/results/host.jsonl, or the whole
+of host.json); `bench/host[0]` is another line. A path below it is dotted, into lists by number: `rows.-1.ratio`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from bookext.quotes import ROOT
+
+
+class RecordError(Exception):
+    """A figure that no committed result has."""
+
+
+def load(source: str) -> dict[str, Any]:
+    matched = re.fullmatch(r"(bench/)?([\w-]+)(?:\[(-?\d+)\])?", source)
+    if matched is None:
+        raise RecordError(f"{source!r} names no results")
+    folder = ROOT / ("bench" if matched[1] else "chapters") / "results"
+    whole, lines = folder / f"{matched[2]}.json", folder / f"{matched[2]}.jsonl"
+    if whole.is_file():
+        return json.loads(whole.read_text())
+    if lines.is_file():
+        return json.loads(lines.read_text().splitlines()[int(matched[3] or -1)])
+    raise RecordError(
+        f"{source}: neither {whole.name} nor {lines.name} is committed; `make chapters` makes a chapter's"
+    )
+
+
+def pick(value: Any, path: str) -> Any:
+    """The value at a dotted path; "" is the value itself."""
+    for part in filter(None, path.split(".")):
+        try:
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        except (KeyError, IndexError, ValueError, TypeError):
+            known = list(value) if isinstance(value, dict) else type(value).__name__
+            raise RecordError(f"no {part!r} of {path!r}; there is {known}") from None
+    return value
+
+
+def figure(text: str) -> tuple[str, str]:
+    """`ch02:rows.0.ratio .1f` -> (source, the number as it is shown)."""
+    place, _, form = text.strip().partition(" ")
+    source, _, path = place.partition(":")
+    value = pick(load(source)["results"], path)
+    if isinstance(value, (dict, list)):
+        raise RecordError(f"{place} is not one value")
+    return source, format(value, form)
+
+
+def provenance(source: str) -> str:
+    """Where and when it was measured, in a line."""
+    record = load(source)
+    machine = record["machine"]
+    gpu = f", {machine['gpu']}" if "gpu" in machine else ""
+    version = record["versions"].get("torch", "")
+    return (
+        f"{machine['cpu']}, {machine['num_cores']} cores{gpu}; torch {version}; "
+        f"commit {record['commit']}; {record['date'][:10]}"
+    )

@@ -1,0 +1,30 @@
+"""The book's site: `make site`. Pages are in chapters/, the directives that keep them true in site/bookext/."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "site")]
+
+from minivllm import __version__  # noqa: E402
+
+project = "minivllm"
+author = "the authors of minivllm"
+version = release = __version__
+extensions = ["myst_parser", "bookext"]
+root_doc = "index"
+include_patterns = ["*.md", "ch*/index.md"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+nitpicky = True
+html_theme = "furo"
+html_title = "minivllm, the book"
+html_static_path = ["static"]
+html_css_files = ["book.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_show_copyright = False
+html_use_index = False
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "a11y-high-contrast-dark"
+html_theme_options = {"navigation_with_keys": True}

@@ -1,0 +1,16 @@
+"""`make relock`: renew the locks of all quotes. Read the text around each that is listed before you commit it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bookext.quotes import ROOT, relock
+
+for page in sorted((ROOT / "chapters").rglob("*.md")):
+    text, changed = relock(page.read_text())
+    page.write_text(text)
+    for name in changed:
+        print(f"{page.relative_to(ROOT)}: {name} changed; read the text around it")
