@@ -8,7 +8,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 30, 46
+LEFT, RIGHT, TOP, BOTTOM = 74, 16, 30, 46
 
 # One colour for each meaning in the whole book (static/book.css has them).
 MEANINGS = ("without", "with", "v0", "v1", "contiguous", "other")
