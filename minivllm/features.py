@@ -388,6 +388,9 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 
+# Options that no machine without a GPU can run, but for triton's interpreter: tests/kernels.
+NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset({("attention", "triton")})
+
 CONFLICTS: tuple[Conflict, ...] = (
     *(
         Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read a KV cache in int8; cpu can")
