@@ -390,6 +390,9 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 
+# Options that no machine without a GPU can run, but for triton's interpreter: tests/kernels.
+NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset({("attention", "triton")})
+
 CONFLICTS: tuple[Conflict, ...] = (
     *(
         Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read a KV cache in int8; cpu can")
@@ -405,6 +408,15 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(("forward", forward), ("compile", option), "only runner.forward=piecewise has pieces to compile")
         for forward in ("auto", "eager", "fused")
         for option in ("background", "wait")
+    ),
+    *(
+        Conflict((axis, option), other, f"pieces {what} are not proven yet")
+        for axis, option in (("forward", "piecewise"), ("compile", "background"), ("compile", "wait"))
+        for other, what in (
+            (("quantization", "int8"), "around packed weights"),
+            (("quantization", "int4"), "around packed weights"),
+            (("lora", True), "around adapters"),
+        )
     ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(

@@ -1,21 +1,20 @@
 """Every pair of data-plane options on a tiny random model: equal greedy and equal sampled tokens."""
 
-import ast
 import functools
-import os
 import random
-import subprocess
-import sys
-from importlib.util import find_spec
+from dataclasses import replace
 
 import pytest
 from conformance.cover import all_pairs, label
 
 from minivllm import LLM, SamplingParams, StructuredParams
-from minivllm.features import FEATURES
+from minivllm.features import FEATURES, NEEDS_GPU
 from minivllm.kernels.cpu import build
 
-AXES = list(FEATURES)
+AXES = [  # what needs a GPU: tests/kernels
+    replace(feature, options=tuple(o for o in feature.options if (feature.name, o) not in NEEDS_GPU))
+    for feature in FEATURES
+]
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
 SMALL["spec_decode.model"] = "dummy:tiny"  # for method draft: its own weights, so every guess is right
 SMALL["executor.num_threads"] = 1  # threads only get in each other's way on a model this small
@@ -29,7 +28,7 @@ EXTRAS = [
 ]
 
 
-def generate(overrides, num_requests=14):
+def generate(overrides):
     rng = random.Random(0)
     shared = [rng.randrange(200) for _ in range(20)]
     prompts = [
@@ -40,21 +39,7 @@ def generate(overrides, num_requests=14):
         for i, extra in zip(range(14), EXTRAS * 4, strict=False)
     ]
     with LLM(overrides={**SMALL, "debug.check": True, **overrides}) as llm:
-        outputs = llm.generate(prompts[:num_requests], params[:num_requests], use_tqdm=False)
-        return [list(o.outputs[0].token_ids) for o in outputs]
-
-
-def generate_interpreted(overrides, num_requests=4):
-    """The first requests, in a process in which triton interprets its kernels: that is decided when it is imported.
-
-    Limits are small because a warm-up runs batches as large as they allow, 10 ms a token and layer.
-    """
-    overrides = {"scheduler.max_num_batched_tokens": 64, "scheduler.max_num_seqs": 4, **overrides}
-    code = f"from conformance.test_tiny_model import generate; print(generate({overrides!r}, {num_requests}))"
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return ast.literal_eval(done.stdout.splitlines()[-1])
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +59,6 @@ def skip_without_compiler(config):
     needs = [("runner.attention", ("cpu",)), ("kv.dtype", ("int8",)), ("model.quantization", ("int8", "int4"))]
     if any(config.get(field) in values for field, values in needs) and build.obstacle():
         pytest.skip(build.obstacle())
-    if config.get("runner.attention") == "triton" and find_spec("triton") is None:
-        pytest.skip("triton is not installed: minivllm[gpu], Linux only")
 
 
 @pytest.mark.parametrize("config", all_pairs(AXES), ids=label)
@@ -84,11 +67,7 @@ def test_every_pair_of_options_gives_the_same_tokens(config, wanted_of):
     quantization = config["model.quantization"]
     # The tiny model's checkpoint has nothing to keep packed, and in fp32 nothing is: auto must be none.
     wanted = wanted_of(config["kv.dtype"], "none" if quantization == "auto" else quantization)
-    if config["runner.attention"] == "triton":
-        got = generate_interpreted(config)
-        wanted = wanted[: len(got)]
-    else:
-        got = generate(config)
+    got = generate(config)
     if config["spec_decode.acceptance"] == "rejection":  # keeps the distribution of sampled requests, not their tokens
         got, wanted = got[1::2], wanted[1::2]  # the greedy ones
     assert got == wanted

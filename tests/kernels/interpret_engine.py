@@ -1,0 +1,26 @@
+"""The engine over the Triton backend gives the tokens of the reference, with chunks, decodes and shared blocks. Run by
+test_interpreter.py."""
+
+from __future__ import annotations
+
+import random
+
+from minivllm import LLM, SamplingParams
+from minivllm.kernels.triton.interpreted import INTERPRETED
+
+assert INTERPRETED
+SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
+SMALL |= {"executor.num_threads": 1, "scheduler.max_num_batched_tokens": 24, "scheduler.max_num_seqs": 2}
+
+
+def generate(attention: str) -> list[list[int]]:
+    rng = random.Random(0)
+    shared = [rng.randrange(200) for _ in range(17)]
+    prompts = [shared + [rng.randrange(200) for _ in range(n)] for n in (1, 20)]
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0.0, 0.8)]
+    with LLM(overrides={**SMALL, "runner.attention": attention, "debug.check": True}) as llm:
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_tokens_equal_the_references():
+    assert generate("triton") == generate("reference")
