@@ -38,7 +38,7 @@ def root(tmp_path_factory):
 def url(serving, root):
     metrics = Metrics("base")
     overrides = {**OPTIONS, "lora.adapters": {"start": str(root / "in" / "first")}}
-    engine = AsyncLLM("dummy:tiny", overrides=overrides, observers=[metrics])
+    engine = AsyncLLM("dummy:tiny", overrides=overrides)
     with serving(engine, metrics, ("base", "alias"), lora_dirs=[root / "in"]) as url:
         yield url
 
