@@ -16,6 +16,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.compile.rehearsal import Rehearsal
 from minivllm.compile.store import LIBRARY, Store, program_key
 from minivllm.compile.trace import skeleton
+from minivllm.errors import ConfigError
 from minivllm.loading import load_model
 from minivllm.loading.cache import Cache
 from minivllm.runner import forward_piecewise
@@ -59,17 +60,10 @@ def test_greedy_tokens_are_those_of_the_eager_model(mode, check, compiled, wante
         assert generate(llm) == wanted
 
 
-@pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_packed_weights_are_calls_between_pieces(quantization, check):
-    """And equal layers still share their pieces."""
-    expected = {"model.quantization": quantization, "runner.forward": "eager"}
-    with tiny_llm(**expected) as llm:
-        wanted = generate(llm)
-    with tiny_llm(**expected | {"runner.forward": "piecewise", "debug.check": check}) as llm:
-        assert generate(llm) == wanted
-        num_layers = len(llm._core.executor.worker.runner.model.layers)
-        assert how(llm)[1].startswith(f"{5 * num_layers + 1} pieces, 6 different"), how(llm)
+def test_pieces_around_packed_weights_are_refused_until_they_are_proven(quantization):
+    with pytest.raises(ConfigError, match="not proven yet"):
+        tiny_llm(**{"model.quantization": quantization, "runner.forward": "piecewise"})
 
 
 def test_a_program_does_not_depend_on_where_packed_weights_lie():

@@ -34,7 +34,7 @@ def real(serving):
 
     metrics = Metrics(MODEL)
     overrides = {"kv.num_blocks": 512, "model.dtype": "float32", "debug.check": True}
-    engine = AsyncLLM(MODEL, overrides=overrides, observers=[metrics], max_model_len=1024, max_num_seqs=32)
+    engine = AsyncLLM(MODEL, overrides=overrides, max_model_len=1024, max_num_seqs=32)
     with serving(engine, metrics, (MODEL,)) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         yield SimpleNamespace(engine=engine, client=client)
