@@ -418,11 +418,6 @@ CONFLICTS: tuple[Conflict, ...] = (
             (("lora", True), "around adapters"),
         )
     ),
-    Conflict(
-        ("spec_decode", "self_draft"),
-        ("lora", True),
-        "the guessing pass would run the step's adapters over other tokens than those they were grouped for",
-    ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")

@@ -166,6 +166,7 @@ class Worker:
                 kv_caches=device_caches,
                 attention=backend,
                 throttle=self.throttle,
+                adapters=adapters,
                 num_blocks=sizes.num_blocks,
                 max_model_len=sizes.max_model_len,
                 make_cache=lambda shape, dtype: zeros(shape, dtype, self.device),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionBackend
 from minivllm.config import EngineConfig
+from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.plan import Join, StepPlan
 from minivllm.sampling.sampler import Sampler
 from minivllm.spec_decode.throttle import Throttle
@@ -40,6 +41,7 @@ class Target:
     kv_caches: list[Tensor]
     attention: AttentionBackend
     throttle: Throttle
+    adapters: AdapterSlots | NoAdapters
     num_blocks: int  # of the pool, the spare one not counted
     max_model_len: int
     make_cache: Callable[[tuple[int, ...], torch.dtype], Tensor]  # a KV tensor of this shape

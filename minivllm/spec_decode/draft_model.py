@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionBackend
 from minivllm.compile.context import ForwardContext, forward_context
+from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.plan import Join, StepPlan
 from minivllm.sampling.draw import draw
 from minivllm.sampling.sampler import Pick
@@ -44,6 +45,7 @@ from minivllm.spec_decode.base import Drafts, Target
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
 
+NO_ADAPTERS = NoAdapters()
 OWN_NOISE = np.uint64(0xD5A4_7E11_0C3B_96F2)  # turns a request's seed into the one that its drafts are drawn with
 
 
@@ -65,11 +67,13 @@ class DraftModelProposer:
         kv_caches: list[Tensor],
         own_kv: bool,
         logits: Callable[[Tensor], Tensor] | None = None,
+        adapters: AdapterSlots | NoAdapters = NO_ADAPTERS,
     ):
-        """own_kv: kv_caches are the draft model's alone, not the target's. logits: None: the draft model's own."""
+        """own_kv: kv_caches are the draft model's alone, not the target's. logits: None: the draft model's own.
+        adapters: those that its layers have been given."""
         asked = target.config.spec_decode
         self.model, self.attention, self._caches = model, attention, kv_caches
-        self.own_kv = own_kv
+        self.own_kv, self._adapters = own_kv, adapters
         self.logits = model.logits if logits is None else logits
         self.shift = 0  # how far before the newest token lies what is computed for the next one
         self.kv_caches = kv_caches if own_kv else []
@@ -114,6 +118,7 @@ class DraftModelProposer:
 
     def run_model(self, batch: InputBatch) -> Tensor:
         """-> hidden states [padded T, hidden]."""
+        self._adapters.prepare(batch.rows, batch.query_start)
         context = ForwardContext(
             self.attention, self.attention.prepare(batch), self._caches, self.model.attention_layers
         )

@@ -81,7 +81,8 @@ def self_draft(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, de
 
     def make(target: Target) -> Proposer:
         early = first_layers(target.model, num_layers)
-        return DraftModelProposer(target, early, target.attention, target.kv_caches[:num_layers], own_kv=False)
+        caches = target.kv_caches[:num_layers]
+        return DraftModelProposer(target, early, target.attention, caches, own_kv=False, adapters=target.adapters)
 
     return Recipe(make)
 

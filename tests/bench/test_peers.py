@@ -320,7 +320,7 @@ def test_the_runner_of_minivllm_gives_the_tokens_of_llm_and_splits_its_start(tmp
         assert running.settings["model.quantization"].startswith("none")
         prompts, num_tokens = [[5, 9, 2], [7] * 20], [6, 11]
         answer = running.ask({"do": "generate", "prompts": prompts, "num_tokens": num_tokens})
-        with pytest.raises(LeftOut, match="BadRequest"):
+        with pytest.raises(LeftOut, match="NeverFits"):
             running.ask({"do": "generate", "prompts": [[1] * 99], "num_tokens": [1]})
     finally:
         running.close()

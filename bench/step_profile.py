@@ -8,7 +8,7 @@ Where the forward runs the whole stack in one C++ call, its inside is not seen b
 The bound of a step is its linear layers alone, each product's best of many apart from all else (LM head included), plus
 the time to read its KV at the rate of a large copy. A part is the median over steps, so parts add up to about a step.
 
-    python bench/profile.py --num-reqs 1 8 32 --forward auto eager
+    python bench/step_profile.py --num-reqs 1 8 32 --forward auto eager
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def main() -> None:
     note(f"memory is read at {rate / 1e9:.1f} GB/s by torch")
     rows = [row for how in args.forward for row in run(how, args, rate)]
     params = {k: v for k, v in vars(args).items() if k != "out"}
-    emit("profile", params | {"read_gb_per_s": round(rate / 1e9, 2)}, rows, args.out)
+    emit("step_profile", params | {"read_gb_per_s": round(rate / 1e9, 2)}, rows, args.out)
 
 
 if __name__ == "__main__":
