@@ -26,7 +26,7 @@ from minivllm.engine.vocabulary import make_vocabulary
 from minivllm.features import GRAMMARS
 from minivllm.loading import resolve
 from minivllm.request import SamplingParams
-from minivllm.sampling.grammar_mask import GrammarMask, apply_masks
+from minivllm.sampling.grammar_mask import GrammarMask, choose_apply
 from minivllm.sampling.sampler import argmax
 from minivllm.structured.compiler import GrammarCompiler, is_installed
 from minivllm.structured.params import StructuredParams
@@ -69,7 +69,7 @@ def text(rng: random.Random) -> str:
 
 def measure_masks(compiler: GrammarCompiler, encode: Callable, vocab_size: int, num_rows: int, num_steps: int) -> dict:
     """Milliseconds of each step."""
-    step, rng = GrammarMask(compiler, vocab_size, num_rows), random.Random(0)
+    step, rng = GrammarMask(compiler, vocab_size, choose_apply(torch.device("cpu"))), random.Random(0)
     params = SamplingParams(structured=SPECIFICATIONS["schema"])
     todo: dict[int, list[int]] = {}
     rows = np.arange(num_rows)
@@ -91,7 +91,7 @@ def measure_masks(compiler: GrammarCompiler, encode: Callable, vocab_size: int, 
         t0 = time.perf_counter()
         users, masks = step.fill(rows)
         t1 = time.perf_counter()
-        apply_masks(work, users, masks)
+        step.apply_masks(work, users, masks)
         t2 = time.perf_counter()
         tokens = [todo[row].pop(0) for row in range(num_rows)]
         assert all(work[row, token] > float("-inf") for row, token in enumerate(tokens)), "a text is not admitted"

@@ -36,6 +36,13 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "lora", "cpu", "minivllm.kernels.cpu.lora:SlotTable", "minivllm.lora.layer:add_deltas_naive", "lora.enabled"
     ),
+    Kernel(
+        "grammar masks",
+        "cpu",
+        "minivllm.kernels.cpu.mask:apply_masks",
+        "minivllm.sampling.grammar_mask:apply_masks_slowly",
+        "structured.backend",
+    ),
     _triton("decode attention", "paged:decode", _ATTENTION, "runner.attention=triton"),
     _triton("prefill attention", "paged:prefill", _ATTENTION, "runner.attention=triton"),
     _triton("cache write", "elementwise:write", f"{_TWINS}:write", "runner.attention=triton"),

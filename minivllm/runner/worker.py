@@ -196,7 +196,7 @@ class Worker:
 
     def _sampler(self, loaded: LoadedModel) -> Sampler:
         grammars = self.parts.make_grammars(loaded.tokenizer_dir, loaded.spec.vocab_size)
-        processors = (make_grammar_mask(grammars), *DEFAULT_PROCESSORS)
+        processors = (make_grammar_mask(grammars, self.device), *DEFAULT_PROCESSORS)
         return Sampler(loaded.spec.vocab_size, self.config.scheduler.max_num_seqs, self.device, processors)
 
     def _adapters(self, model: torch.nn.Module) -> AdapterSlots | NoAdapters:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.kernels.cpu import mask as mask_kernel
 from minivllm.request import SamplingParams
 from minivllm.sampling.processors import NEG_INF
 from minivllm.structured.base import Grammar
@@ -29,6 +30,9 @@ from minivllm.structured.compiler import GrammarCompiler
 # [256, 8]: the largest logit that each of the eight tokens of a mask's byte may have. A minimum has no branches: it
 # takes as long for any mask, and less than writing where a bit says so.
 _BOUNDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.inf, -np.inf).astype(np.float32)
+
+
+ApplyMasks = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]  # see apply_masks_slowly
 
 
 @dataclass(slots=True)
@@ -44,8 +48,9 @@ class GrammarMask:
 
     keeps_argmax = False
 
-    def __init__(self, compiler: GrammarCompiler, vocab_size: int, max_rows: int):
+    def __init__(self, compiler: GrammarCompiler, vocab_size: int, apply_masks: ApplyMasks):
         self.compiler = compiler
+        self.apply_masks = apply_masks
         self.vocab_size = vocab_size
         self.states: dict[int, _Row] = {}
 
@@ -74,7 +79,7 @@ class GrammarMask:
         state.remaining -= 1
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
-        return apply_masks(logits, *self.fill(rows))
+        return self.apply_masks(logits, *self.fill(rows))
 
     def fill(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """-> which of `rows` [S] have a grammar [N] int64, and their masks [N, words] int32."""
@@ -96,7 +101,11 @@ class GrammarMask:
 
 
 def apply_masks_slowly(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
-    """The twin of apply_masks: one token at a time."""
+    """The twin of all that apply masks, one token at a time.
+
+    logits [S, V] float32, changed in place and returned; rows [N] int64, distinct; masks [N, words] int32, whose bits
+    beyond V do not count.
+    """
     for row, mask in zip(rows.tolist(), masks, strict=True):
         for token in range(logits.shape[1]):
             if not mask[token >> 5] >> (token & 31) & 1:
@@ -104,11 +113,8 @@ def apply_masks_slowly(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> T
     return logits
 
 
-def apply_masks(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
-    """logits [S, V], changed in place; rows [N] int64, distinct; masks [N, words] int32. Bits beyond V do not count.
-    NaN stays NaN, so that its row is found to have no distribution."""
-    if logits.device.type != "cpu":
-        return apply_masks_at_once(logits, rows, masks)
+def apply_masks_by_row(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
+    """The same with numpy, on a CPU without a compiler. NaN stays NaN."""
     table, num_tokens = logits.numpy(), logits.shape[1]
     bounds = np.empty((4 * masks.shape[1], 8), np.float32)  # of one row at a time, so that it stays in the cache
     for row, mask in zip(rows.tolist(), masks.view(np.uint8), strict=True):
@@ -129,6 +135,14 @@ def apply_masks_at_once(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> 
     return logits
 
 
-def make_grammar_mask(compiler: GrammarCompiler) -> Callable[[int, int], GrammarMask]:
+def choose_apply(device: torch.device) -> ApplyMasks:
+    """The first choice may compile."""
+    if device.type != "cpu":
+        return apply_masks_at_once
+    return apply_masks_by_row if mask_kernel.obstacle() else mask_kernel.apply_masks
+
+
+def make_grammar_mask(compiler: GrammarCompiler, device: torch.device) -> Callable[[int, int], GrammarMask]:
     """As the sampler builds its processors: from (vocab_size, max_rows)."""
-    return lambda vocab_size, max_rows: GrammarMask(compiler, vocab_size, max_rows)
+    apply = choose_apply(device)
+    return lambda vocab_size, max_rows: GrammarMask(compiler, vocab_size, apply)

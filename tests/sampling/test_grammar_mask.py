@@ -9,9 +9,10 @@ import torch
 from minivllm.request import SamplingParams
 from minivllm.sampling.grammar_mask import (
     GrammarMask,
-    apply_masks,
     apply_masks_at_once,
+    apply_masks_by_row,
     apply_masks_slowly,
+    choose_apply,
     make_grammar_mask,
 )
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
@@ -25,6 +26,7 @@ from minivllm.structured.params import StructuredParams
 VOCABULARY = Vocabulary([b"", b"", b"", *(bytes([c]) for c in b"abcdef"), b"ab", b"abc"], (0, 1))
 A, B, C, AB, ABC = 3, 4, 5, 9, 10
 V = len(VOCABULARY)
+CPU = torch.device("cpu")
 
 
 def compiler():
@@ -37,7 +39,7 @@ def allowed_of(step: GrammarMask, row: int) -> list[int]:
 
 
 def joined(regex: str, output=(), **params) -> GrammarMask:
-    step = GrammarMask(compiler(), V, 4)
+    step = GrammarMask(compiler(), V, apply_masks_slowly)
     assert step.join(2, SamplingParams(structured=StructuredParams(regex=regex), **params), [7, 7, *output], 2)
     return step
 
@@ -52,7 +54,7 @@ def test_masks_are_applied_as_one_by_one(vocab_size, density):
         densities = np.clip(density + rng.choice([0, 0, -0.4, 0.4], len(rows)), 0, 1)
         masks = np.array([pack(rng.random(32 * num_words) < d) for d in densities])  # bits beyond the vocabulary too
         wanted = apply_masks_slowly(logits.clone(), np.array(rows), masks)
-        for apply in (apply_masks, apply_masks_at_once):
+        for apply in (choose_apply(CPU), apply_masks_by_row, apply_masks_at_once):
             assert torch.equal(apply(logits.clone(), np.array(rows), masks), wanted)
             assert torch.equal(apply(logits.clone(), np.empty(0, np.int64), np.empty((0, num_words), np.int32)), logits)
 
@@ -98,7 +100,7 @@ def test_min_tokens_holds_while_the_text_can_go_on_and_then_the_grammar_wins():
 
 
 def test_the_sampler_draws_only_what_every_step_admits():
-    processors = (make_grammar_mask(compiler()), *DEFAULT_PROCESSORS)
+    processors = (make_grammar_mask(compiler(), CPU), *DEFAULT_PROCESSORS)
     sampler = Sampler(V, 4, processors=processors)
     structured = StructuredParams(regex="[abc]{2}")
     for row, more in enumerate(({}, {"min_tokens": 9}, {"bad_words_token_ids": ((A,),)}, {"allowed_token_ids": [B]})):
