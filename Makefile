@@ -67,14 +67,19 @@ matrix: setup  ## run the conformance tests and write what `features --matrix` p
 	$(PY) -m pytest -q tests/conformance --matrix minivllm/matrix.json
 
 # No OpenMP: its runtime is not instrumented. The last two take the paths of other machines.
-CHECK := -std=c++20 -O1 -g -w -pthread kernels/cpu/check.cpp
+CHECK := -std=c++20 -O1 -g -w -pthread
+CHECKS := attention packed_linear lora mask decoder
+# The decoder calls the other two through pointers.
+ALSO_decoder := kernels/cpu/packed_linear.cpp kernels/cpu/attention.cpp
 CPU := $(shell uname -m)
 OTHERS := $(if $(filter x86_64,$(CPU)),"-march=x86-64" "-mavx2 -mfma -mf16c")
 sanitize:  ## the C++ kernels under ASan, UBSan and TSan (ARGS="500": that many random batches)
 	@mkdir -p build/sanitize
 	@for flags in "-march=native -fsanitize=address,undefined -fno-sanitize-recover=all" \
 			"-march=native -fsanitize=thread" $(OTHERS); do \
-		echo "$$flags" && $(CXX) $(CHECK) $$flags -o build/sanitize/check && build/sanitize/check $(or $(ARGS),100) || exit 1; \
+		echo "$$flags"; \
+		$(foreach check,$(CHECKS),$(CXX) $(CHECK) $$flags tests/sanitize/$(check).cpp $(ALSO_$(check)) -o build/sanitize/$(check) \
+			&& build/sanitize/$(check) $(or $(ARGS),100) || exit 1;) \
 	done
 
 bench: setup  ## start-up, host time and offline throughput, one JSON line each

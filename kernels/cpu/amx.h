@@ -3,12 +3,13 @@
 // are loaded straight from the cache.
 #pragma once
 
+#include <cstdint>
+
+#include "amx_permission.h"
 #include "tiles.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#define MINIVLLM_AMX 1
+#if defined(MINIVLLM_AMX) && defined(__AMX_BF16__)
+#define MINIVLLM_AMX_BF16 1
 #endif
 
 namespace minivllm {
@@ -16,28 +17,16 @@ namespace minivllm {
 // Fewer rows are left to the vector unit: they would waste most of a tile, and decodes wait for memory anyway.
 constexpr int AMX_ROWS = 8;
 
-#ifdef MINIVLLM_AMX
-
-// The kernel grants the tiles' state to a process that asks (Linux 5.16).
-inline bool amx_allowed() {
-  static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
-  return allowed;
-}
+#ifdef MINIVLLM_AMX_BF16
 
 // Tiles 0-3 are sums [16][16], 4 and 5 left operands [16][2 * terms], 6 and 7 right ones [terms][16]; terms: words.
 inline void configure(int terms) {
-  alignas(64) struct {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  } config;
+  TileConfig config;
   for (int i = 0; i < 8; i++) {
     config.row_bytes[i] = i == 4 || i == 5 ? terms * 4 : 64;
     config.rows[i] = i >= 6 ? terms : 16;
   }
-  // The tile intrinsics do not tell the compiler that they read memory: what was stored before must be in place.
-  asm volatile("" ::: "memory");
-  _tile_loadconfig(&config);
+  config.load();
 }
 
 // scores for M x 16 rows and N x 16 keys.

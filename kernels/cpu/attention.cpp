@@ -261,7 +261,7 @@ void merge(const Call& call, const Tile& tile, int head, Scratch& scratch) {
 // The matrix unit's turn, if there is one and this shape fits it.
 template <Kind K, bool PAIRS>
 bool by_matrix([[maybe_unused]] const Layout& layout, [[maybe_unused]] int rows) {
-#ifdef MINIVLLM_AMX
+#ifdef MINIVLLM_AMX_BF16
   if constexpr (K == BF16 && PAIRS)
     return rows >= AMX_ROWS && layout.direct && layout.head_size % 32 == 0 && amx_allowed();
 #endif
@@ -271,7 +271,7 @@ bool by_matrix([[maybe_unused]] const Layout& layout, [[maybe_unused]] int rows)
 template <Kind K, bool PAIRS>
 void multiply_keys(const Layout& layout, const Chunk& chunk, int rows, Scratch& scratch) {
   const auto* query = (const Query<K>*)scratch.query.data();
-#ifdef MINIVLLM_AMX
+#ifdef MINIVLLM_AMX_BF16
   if constexpr (K == BF16 && PAIRS)
     if (by_matrix<K, PAIRS>(layout, rows))
       return amx_scores_of(scratch.keys, chunk.num_vectors, chunk.stride, query, layout.words, rows,
@@ -284,7 +284,7 @@ void multiply_keys(const Layout& layout, const Chunk& chunk, int rows, Scratch& 
 template <Kind K, bool PAIRS>
 void multiply_values(const Layout& layout, const Chunk& chunk, int rows, Scratch& scratch) {
   const auto* weights = (const Weight<K, PAIRS>*)scratch.weights.data();
-#ifdef MINIVLLM_AMX
+#ifdef MINIVLLM_AMX_BF16
   if constexpr (K == BF16 && PAIRS)
     if (by_matrix<K, PAIRS>(layout, rows)) {
       const int terms = layout.block_size % 32 == 0 && chunk.begin % 32 == 0 ? 16 : 8;
@@ -388,7 +388,7 @@ void minivllm_attend(void* plan_, int view, const minivllm_tensors* tensors, min
 }
 
 const char* minivllm_isa() {
-#ifdef MINIVLLM_AMX
+#ifdef MINIVLLM_AMX_BF16
   if (amx_allowed()) return "AVX-512 with bfloat16 and AMX";
 #endif
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)

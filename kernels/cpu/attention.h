@@ -1,4 +1,4 @@
-// The C interface of attention.cpp. Called by minivllm/attention/cpu.py through ctypes, and by check.cpp.
+// The C interface of attention.cpp. Called by minivllm/attention/cpu.py through ctypes, decoder.cpp, and the checks.
 #pragma once
 
 #include <cstdint>

@@ -112,9 +112,11 @@ struct Rows {
 extern "C" {
 
 struct minivllm_matrix;  // packed_linear.cpp
-typedef void (*minivllm_linear)(const minivllm_matrix* matrix, const void* x, void* y, int64_t tokens, int64_t x_bf16,
+typedef void (*minivllm_product)(const minivllm_matrix* matrix, const void* x, void* y, int64_t tokens, int64_t x_bf16,
                                 int64_t y_bf16, int64_t path, minivllm_parallel parallel, int64_t num_threads);
 typedef decltype(&minivllm_attend) minivllm_attention;
+typedef void (*minivllm_adapters)(const void* slots, const void* groups, const void* x, void* y, int64_t n_in,
+                                  int64_t n_out, int64_t is_bf16, minivllm_parallel parallel, int64_t num_threads);
 
 struct minivllm_layer {
   const void *attention_norm, *mlp_norm;             // [hidden]
@@ -122,6 +124,7 @@ struct minivllm_layer {
   const minivllm_matrix *qkv, *o, *gate_up, *down;   // minivllm_decode alone needs these and what follows
   void* kv;
   int64_t view;  // which of the attention plan's
+  const void* slots[4];  // of lora.cpp, for qkv, o, gate_up and down; null: nobody may change them
 };
 
 struct minivllm_decoder {
@@ -132,8 +135,9 @@ struct minivllm_decoder {
   int64_t kind;  // of all tensors: 0 float32, 2 bfloat16
   float eps, qk_eps;
   int64_t path;  // of minivllm_linear
-  minivllm_linear linear;
+  minivllm_product linear;
   minivllm_attention attend;
+  minivllm_adapters adapt;
   minivllm_parallel parallel;
 };
 }
@@ -145,6 +149,7 @@ typedef minivllm_decoder Decoder;
 struct Step {
   const Decoder& d;
   int64_t tokens, threads;
+  const void* groups = nullptr;  // of lora.cpp: which tokens have an adapter
 
   template <typename Work>
   void each(int64_t count, int64_t size, const Work& work) const {
@@ -199,8 +204,10 @@ struct Step {
   }
 
   template <typename T>
-  void multiply(const minivllm_matrix* matrix, const T* x, T* y) const {
+  void multiply(const minivllm_matrix* matrix, const void* slots, const T* x, T* y, int64_t n_in, int64_t n_out) const {
     d.linear(matrix, x, y, tokens, sizeof(T) == 2, sizeof(T) == 2, d.path, d.parallel, threads);
+    if (groups != nullptr && slots != nullptr)
+      d.adapt(slots, groups, x, y, n_in, n_out, sizeof(T) == 2, d.parallel, threads);
   }
 
   template <typename T>
@@ -219,16 +226,16 @@ struct Step {
     embed(ids, d.layers[0].attention_norm, x, y);
     for (int64_t i = 0; i < d.num_layers; i++) {
       const minivllm_layer& layer = d.layers[i];
-      multiply(layer.qkv, y, qkv);
+      multiply(layer.qkv, layer.slots[0], y, qkv, d.hidden, width);
       turn(layer.qk_norm, positions, qkv);
       const minivllm_tensors tensors{qkv,   qkv + q, qkv + q + d.kv_heads * d.head_size, layer.kv, attended, width,
                                      width, width,   int32_t(d.kind)};
       d.attend(plan, layer.view, &tensors, d.parallel, threads);
-      multiply(layer.o, attended, delta);
+      multiply(layer.o, layer.slots[1], attended, delta, q, d.hidden);
       add_norm(delta, layer.mlp_norm, x, y);
-      multiply(layer.gate_up, y, gate_up);
+      multiply(layer.gate_up, layer.slots[2], y, gate_up, d.hidden, 2 * d.intermediate);
       gate(gate_up, gated);
-      multiply(layer.down, gated, delta);
+      multiply(layer.down, layer.slots[3], gated, delta, d.intermediate, d.hidden);
       add_norm(delta, i + 1 < d.num_layers ? d.layers[i + 1].attention_norm : d.norm, x, y);
     }
   }
@@ -271,10 +278,11 @@ void minivllm_gate(const Decoder* d, int64_t tokens, int64_t threads, const void
   });
 }
 
-// The whole stack, the final norm included: ids, positions [tokens] -> y [tokens][hidden]. plan: minivllm_plan's.
+// The whole stack, the final norm included: ids, positions [tokens] -> y [tokens][hidden]. plan: minivllm_plan's;
+// groups: of the tokens that have an adapter, or null.
 void minivllm_decode(const Decoder* d, int64_t tokens, int64_t threads, const int64_t* ids, const int64_t* positions,
-                     void* plan, void* y) {
-  typed(d, [&](auto* t) { Step{*d, tokens, threads}.decode(ids, positions, plan, decltype(t)(y)); });
+                     void* plan, const void* groups, void* y) {
+  typed(d, [&](auto* t) { Step{*d, tokens, threads, groups}.decode(ids, positions, plan, decltype(t)(y)); });
 }
 
 }  // extern "C"

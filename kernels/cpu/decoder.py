@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minivllm.kernels.cpu import build
 from minivllm.kernels.cpu.linear import PORTABLE, PackedMatrix, best_path
+from minivllm.kernels.cpu.lora import SlotTable, Tasks
 
 NAME = "decoder"
 KINDS = {torch.float32: 0, torch.bfloat16: 2}
@@ -44,6 +45,7 @@ class PackedLayer(NamedTuple):
     down: PackedMatrix
     kv: Tensor
     view: int  # of the attention plan
+    slots: tuple[SlotTable | None, ...] = (None,) * 4  # adapters of the four, where they may have some
 
 
 class _Layer(ctypes.Structure):
@@ -51,6 +53,7 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in LayerWeights._fields),
         *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down", "kv")),
         ("view", c_int64),
+        ("slots", c_void_p * 4),
     ]
 
 
@@ -61,7 +64,7 @@ class _Decoder(ctypes.Structure):
         *((name, c_int64) for name in ("num_layers", *Shape._fields, "kind")),
         *((name, c_float) for name in ("eps", "qk_eps")),
         ("path", c_int64),
-        *((name, c_void_p) for name in ("linear", "attend", "parallel")),
+        *((name, c_void_p) for name in ("linear", "attend", "adapt", "parallel")),
     ]
 
 
@@ -107,10 +110,11 @@ class DecoderKernels:
             PORTABLE,
             None,
             None,
+            None,
             parallel,
         )
         self._at = ctypes.addressof(self._decoder)
-        for name, num_pointers in (("embed", 3), ("add_norm", 4), ("gate", 2), ("decode", 4)):
+        for name, num_pointers in (("embed", 3), ("add_norm", 4), ("gate", 2), ("decode", 5)):
             self._declare(name, [c_void_p] * num_pointers)
         self._declare("rotate", [c_int64, c_void_p, c_void_p])
 
@@ -146,16 +150,21 @@ class DecoderKernels:
         for to, layer in zip(self.layers, layers, strict=True):
             to.qkv, to.o, to.gate_up, to.down = (matrix.address for matrix in layer[:4])
             to.kv, to.view = layer.kv.data_ptr(), layer.view
+            to.slots[:] = [None if table is None else table.address for table in layer.slots]
         self.bound = layers  # keeps them alive
         self._decoder.attend = attend
         self._decoder.linear = ctypes.cast(build.library("packed_linear").minivllm_linear, c_void_p)
+        if any(table is not None for layer in layers for table in layer.slots):
+            self._decoder.adapt = ctypes.cast(build.library("lora").minivllm_lora, c_void_p)
         self._decoder.path = best_path() if self.dtype is torch.bfloat16 else PORTABLE
 
-    def decode(self, token_ids: Tensor, positions: Tensor, plan: int, y: Tensor) -> None:
-        """The whole stack: token_ids and positions [T] int64 -> y [T, hidden], the final norm applied."""
+    def decode(self, token_ids: Tensor, positions: Tensor, plan: int, y: Tensor, adapted: Tasks | None = None) -> None:
+        """The whole stack: token_ids and positions [T] int64 -> y [T, hidden], the final norm applied. adapted: the
+        tokens that have an adapter."""
         self._check(y)
         assert self._decoder.attend, "bind() comes first"
-        self._decode(self._at, *_size(y), token_ids.data_ptr(), positions.data_ptr(), plan, y.data_ptr())
+        groups = None if adapted is None else adapted.address
+        self._decode(self._at, *_size(y), token_ids.data_ptr(), positions.data_ptr(), plan, groups, y.data_ptr())
 
     def _check(self, *tensors: Tensor) -> None:
         for tensor in tensors:

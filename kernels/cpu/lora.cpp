@@ -1,7 +1,11 @@
 // y += B A x for tokens of several LoRA adapters in one call: what a decode step does with few tokens an adapter.
 //
 // A task is up to CHUNK tokens of one adapter: their hidden vectors (in float), then each part's columns of y. A and B
-// are read once for the tokens of a task. Sums are kept in float; y is rounded once. No torch header.
+// are read once for the tokens of a task, and once a step, so their bytes decide the time: both are packed in the order
+// in which they are read, and zeros fill up what is no whole block (kernels/cpu/lora.py packs).
+//   A  [ranks / RANKS][n_in / (LINE bytes)][RANKS][LINE bytes]
+//   B  [num_rows / PANEL][rank][PANEL], each part its own
+// Sums are kept in float; y is rounded once. No torch header.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -12,15 +16,16 @@
 namespace minivllm {
 
 constexpr int CHUNK = 4, RANKS = 4, COLUMNS = 4;  // CHUNK x RANKS, then CHUNK x COLUMNS accumulators
+constexpr int LINE = 64, PANEL = 64;              // bytes, columns
 
 struct Part {
-  const char* b;  // [rank, num_rows]
+  const char* b;  // packed
   int64_t first_rank, rank, first_row, num_rows;
 };
 
 struct Delta {
-  const char* a;  // [num_ranks, n_in]; null: this slot leaves the layer alone
-  int64_t num_ranks, num_parts;
+  const char* a;  // packed; null: this slot leaves the layer alone
+  int64_t num_ranks, num_parts;  // ranks: a multiple of RANKS
   Part parts[3];
 };
 
@@ -50,83 +55,67 @@ inline float sum(Floats v) {
 #endif
 }
 
-// acc += the products of `a` with `x` over n elements of which whole vectors are taken; returns how many.
-template <Kind K, int M, int J>
-inline int64_t dots(const char* const* a, const char* const* x, int64_t n, Floats (&acc)[M][J]) {
-  constexpr int64_t step = K == BF16 ? 2 * LANES : LANES;
-  int64_t i = 0;
-  for (; i + step <= n; i += step) {
-    if constexpr (K == BF16) {
-      Words w[J];
-      for (int j = 0; j < J; j++) w[j] = load<Words>(a[j] + 2 * i);
-      for (int m = 0; m < M; m++) {
-        Words v = load<Words>(x[m] + 2 * i);
-        for (int j = 0; j < J; j++) acc[m][j] = dot_bf16(acc[m][j], w[j], v);
-      }
-    } else {
-      Floats w[J];
-      for (int j = 0; j < J; j++) w[j] = load<Floats>(a[j] + 4 * i);
-      for (int m = 0; m < M; m++) {
-        Floats v = load<Floats>(x[m] + 4 * i);
-        for (int j = 0; j < J; j++) acc[m][j] += w[j] * v;
+// acc[m][j] += one line of A's rows, times as much of x. `x` may be shorter: what is missing is 0.
+template <Kind K, int M>
+inline void line(const char* a, const char* const* x, int64_t at, int64_t bytes, Floats (&acc)[M][RANKS]) {
+  for (int64_t i = 0; i < LINE; i += 4 * LANES) {  // one vector of LINE bytes, or several narrower ones
+    Words w[RANKS];
+    for (int j = 0; j < RANKS; j++) w[j] = load<Words>(a + j * LINE + i);
+    for (int m = 0; m < M; m++) {
+      const int64_t left = bytes - at - i;
+      Words v = {};
+      if (left >= 4 * LANES) v = load<Words>(x[m] + at + i);
+      else if (left > 0) std::memcpy(&v, x[m] + at + i, left);
+      for (int j = 0; j < RANKS; j++) {
+        if constexpr (K == BF16) acc[m][j] = dot_bf16(acc[m][j], w[j], v);
+        else acc[m][j] += as_floats(w[j]) * as_floats(v);
       }
     }
   }
-  return i;
 }
 
-template <Kind K, int M, int J>
-inline void hidden_block(const Delta& delta, int64_t first, int64_t n_in, const char* const* x, float* hidden) {
-  const char* a[J];
-  Floats acc[M][J] = {};
-  for (int j = 0; j < J; j++) a[j] = delta.a + (first + j) * n_in * item_size(K);
-  int64_t done = dots<K, M, J>(a, x, n_in, acc);
+// hidden[m][0 : RANKS] = a block of A's rows times x.
+template <Kind K, int M>
+inline void hidden_block(const char* a, int64_t n_in, const char* const* x, int64_t num_ranks, float* hidden) {
+  Floats acc[M][RANKS] = {};
+  const int64_t bytes = n_in * item_size(K);
+  int64_t at = 0;
+  for (; at + LINE <= bytes; at += LINE, a += RANKS * LINE) line<K, M>(a, x, at, INT64_MAX, acc);
+  if (at < bytes) line<K, M>(a, x, at, bytes, acc);
   for (int m = 0; m < M; m++)
-    for (int j = 0; j < J; j++) {
-      float total = sum(acc[m][j]);
-      for (int64_t i = done; i < n_in; i++)
-        total += to_float(K, a[j] + i * item_size(K)) * to_float(K, x[m] + i * item_size(K));
-      hidden[m * delta.num_ranks + first + j] = total;
+    for (int j = 0; j < RANKS; j++) hidden[m * num_ranks + j] = sum(acc[m][j]);
+}
+
+// y[:, 0 : columns] += hidden B; columns <= COLUMNS * LANES. b: of the panel, from these columns on.
+template <Kind K, int M, bool WHOLE>
+inline void column_block(const char* b, int64_t rank, const float* hidden, int64_t num_ranks, int64_t columns,
+                         char* const* y) {
+  auto count = [&](int c) { return (int)std::clamp<int64_t>(columns - c * LANES, 0, LANES); };
+  Floats acc[M][COLUMNS];
+  for (int m = 0; m < M; m++)
+    for (int c = 0; c < COLUMNS; c++) {
+      const char* from = y[m] + c * LANES * item_size(K);
+      acc[m][c] = WHOLE ? load_floats<K>(from) : count(c) ? load_some<K>(from, count(c)) : Floats{};
     }
-}
-
-// y[:, n : n + C * LANES] += hidden B
-template <Kind K, int M, int C>
-inline void column_block(const Part& part, int64_t n, const float* hidden, int64_t num_ranks, char* const* y) {
-  Floats acc[M][C];
-  for (int m = 0; m < M; m++)
-    for (int c = 0; c < C; c++) acc[m][c] = load_floats<K>(y[m] + (n + c * LANES) * item_size(K));
-  for (int64_t j = 0; j < part.rank; j++) {
-    const char* b = part.b + (j * part.num_rows + n) * item_size(K);
-    Floats w[C];
-    for (int c = 0; c < C; c++) w[c] = load_floats<K>(b + c * LANES * item_size(K));
+  for (int64_t j = 0; j < rank; j++, b += PANEL * item_size(K)) {
+    Floats w[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) w[c] = load_floats<K>(b + c * LANES * item_size(K));
     for (int m = 0; m < M; m++) {
       Floats h = splat(hidden[m * num_ranks + j]);
-      for (int c = 0; c < C; c++) acc[m][c] += h * w[c];
+      for (int c = 0; c < COLUMNS; c++) acc[m][c] += h * w[c];
     }
   }
   for (int m = 0; m < M; m++)
-    for (int c = 0; c < C; c++) {
-      char* to = y[m] + (n + c * LANES) * item_size(K);
-      if constexpr (K == BF16) store(to, to_bf16(acc[m][c]));
-      else store(to, acc[m][c]);
+    for (int c = 0; c < COLUMNS; c++) {
+      char* to = y[m] + c * LANES * item_size(K);
+      const size_t size = (WHOLE ? LANES : count(c)) * item_size(K);
+      if constexpr (K == BF16) {
+        Halves rounded = to_bf16(acc[m][c]);
+        std::memcpy(to, &rounded, size);
+      } else {
+        std::memcpy(to, &acc[m][c], size);
+      }
     }
-}
-
-template <Kind K, int M>
-inline void last_column(const Part& part, int64_t n, const float* hidden, int64_t num_ranks, char* const* y) {
-  for (int m = 0; m < M; m++) {
-    char* to = y[m] + n * item_size(K);
-    float total = to_float(K, to);
-    for (int64_t j = 0; j < part.rank; j++)
-      total += hidden[m * num_ranks + j] * to_float(K, part.b + (j * part.num_rows + n) * item_size(K));
-    if constexpr (K == BF16) {
-      uint16_t rounded = to_bf16(splat(total))[0];
-      std::memcpy(to, &rounded, 2);
-    } else {
-      std::memcpy(to, &total, 4);
-    }
-  }
 }
 
 template <Kind K, int M>
@@ -137,19 +126,20 @@ void chunk(const Call& call, const Delta& delta, const int64_t* tokens, float* h
     x[m] = call.x + tokens[m] * call.n_in * item_size(K);
     y[m] = call.y + tokens[m] * call.n_out * item_size(K);
   }
-  int64_t r = 0;
-  for (; r + RANKS <= delta.num_ranks; r += RANKS) hidden_block<K, M, RANKS>(delta, r, call.n_in, x, hidden);
-  for (; r < delta.num_ranks; r++) hidden_block<K, M, 1>(delta, r, call.n_in, x, hidden);
+  const int64_t lines = (call.n_in * item_size(K) + LINE - 1) / LINE;
+  for (int64_t r = 0; r < delta.num_ranks; r += RANKS)
+    hidden_block<K, M>(delta.a + r * lines * LINE, call.n_in, x, delta.num_ranks, hidden + r);
   for (int64_t p = 0; p < delta.num_parts; p++) {
     const Part& part = delta.parts[p];
-    char* columns[M];
-    for (int m = 0; m < M; m++) columns[m] = y[m] + part.first_row * item_size(K);
     const float* h = hidden + part.first_rank;
-    int64_t n = 0;
-    for (; n + COLUMNS * LANES <= part.num_rows; n += COLUMNS * LANES)
-      column_block<K, M, COLUMNS>(part, n, h, delta.num_ranks, columns);
-    for (; n + LANES <= part.num_rows; n += LANES) column_block<K, M, 1>(part, n, h, delta.num_ranks, columns);
-    for (; n < part.num_rows; n++) last_column<K, M>(part, n, h, delta.num_ranks, columns);
+    for (int64_t n = 0; n < part.num_rows; n += COLUMNS * LANES) {
+      char* columns[M];
+      for (int m = 0; m < M; m++) columns[m] = y[m] + (part.first_row + n) * item_size(K);
+      const char* b = part.b + (n / PANEL * part.rank * PANEL + n % PANEL) * item_size(K);
+      const int64_t left = part.num_rows - n;
+      if (left >= COLUMNS * LANES) column_block<K, M, true>(b, part.rank, h, delta.num_ranks, left, columns);
+      else column_block<K, M, false>(b, part.rank, h, delta.num_ranks, left, columns);
+    }
   }
 }
 

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minivllm.kernels.cpu import build
 
 NAME = "lora"
 MAX_PARTS = 3  # of a stacked layer: q, k, v
 TASK_TOKENS = 8  # of one adapter, for one thread
+RANKS, LINE, PANEL = 4, 64, 64  # lora.cpp's blocks: rows of A, bytes of a row, columns of B
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -71,26 +73,32 @@ class Tasks:
 
 
 class SlotTable:
-    """The adapters of one linear layer, by slot. Tensors are named, not copied: whoever fills a slot keeps them."""
+    """The adapters of one linear layer, by slot, packed."""
 
     def __init__(self, num_slots: int, n_in: int, n_out: int):
         self.n_in, self.n_out, self.num_slots = n_in, n_out, num_slots
         self._slots = (_Delta * num_slots)()
-        self._address = ctypes.addressof(self._slots)
+        self._memory: list[Tensor | None] = [None] * num_slots  # that the slots point into
+        self.address = ctypes.addressof(self._slots)
         self._function, self._parallel = _function(), build.torch_parallel()
 
     def clear(self, slot: int) -> None:
         self._slots[slot] = _Delta()
+        self._memory[slot] = None
 
     def fill(self, slot: int, a: Tensor, parts: Sequence[tuple[slice, slice, Tensor]]) -> None:
         """a [num_ranks, n_in]; parts: (which ranks, which columns of y, b [ranks, columns])."""
-        assert len(parts) <= MAX_PARTS and a.shape[1] == self.n_in and a.is_contiguous() and a.dtype in DTYPES
-        delta = _Delta(a.data_ptr(), len(a), len(parts))
-        for i, (ranks, rows, b) in enumerate(parts):
-            assert b.shape == (ranks.stop - ranks.start, rows.stop - rows.start) and b.is_contiguous()
+        assert len(parts) <= MAX_PARTS and a.shape[1] == self.n_in and a.dtype in DTYPES
+        packed = [pack_a(a), *(pack_b(b) for _, _, b in parts)]
+        memory = torch.cat([x.flatten() for x in packed])  # each begins with a whole line
+        address = memory.data_ptr()
+        delta = _Delta(address, packed[0].shape[0] * RANKS, len(parts))
+        for i, ((ranks, rows, b), before) in enumerate(zip(parts, packed, strict=False)):
+            assert b.shape == (ranks.stop - ranks.start, rows.stop - rows.start)
             assert b.dtype is a.dtype and ranks.stop <= len(a) and rows.stop <= self.n_out
-            delta.parts[i] = _Part(b.data_ptr(), ranks.start, b.shape[0], rows.start, b.shape[1])
-        self._slots[slot] = delta
+            address += before.nbytes
+            delta.parts[i] = _Part(address, ranks.start, b.shape[0], rows.start, b.shape[1])
+        self._slots[slot], self._memory[slot] = delta, memory
 
     def add(self, y: Tensor, x: Tensor, tasks: Tasks) -> None:
         """y [T, n_out] += the delta of its slot applied to each row of x [T, n_in] that `tasks` names."""
@@ -98,7 +106,7 @@ class SlotTable:
         assert y.is_contiguous() and y.dtype is x.dtype and x.dtype in DTYPES, (y.stride(), y.dtype, x.dtype)
         assert x.shape[1] == self.n_in and y.shape[1] == self.n_out and tasks.max_token < len(x) == len(y)
         self._function(
-            self._address,
+            self.address,
             tasks.address,
             x.data_ptr(),
             y.data_ptr(),
@@ -108,3 +116,15 @@ class SlotTable:
             self._parallel,
             torch.get_num_threads(),
         )
+
+
+def pack_a(a: Tensor) -> Tensor:
+    """a [ranks, n_in] -> [ranks / RANKS, lines, RANKS, elements of a line], zeros where a block goes beyond `a`."""
+    width = LINE // a.itemsize
+    whole = pad(a, (0, -a.shape[1] % width, 0, -a.shape[0] % RANKS))
+    return whole.view(len(whole) // RANKS, RANKS, -1, width).transpose(1, 2).contiguous()
+
+
+def pack_b(b: Tensor) -> Tensor:
+    """b [rank, columns] -> [panels, rank, PANEL]."""
+    return pad(b, (0, -b.shape[1] % PANEL)).view(len(b), -1, PANEL).transpose(0, 1).contiguous()

@@ -7,31 +7,44 @@
 //           (the offset makes one: -128 * scale). 512 + 32 bytes.
 //   4 bits: the same bytes with inputs 0-15 in the low nibbles and 16-31 in the high ones. Codes 0..15. 256 + 64 bytes.
 //
-// Two paths with one meaning. In both an output's sum runs in the same order whatever the number of tokens.
+// Two paths with one meaning. In both an output's sum is the same, bit for bit, whatever the number of tokens.
 //   portable  fp32 activations, in loops that the compiler vectorises for whatever CPU it compiles for.
-//   vnni      AVX-512 VNNI: a group of activations becomes 15-bit integers (two bytes: 128 high + low) with one scale,
-//             the products of a group are summed exactly in int32, and only whole groups are scaled and added in fp32.
-//             The integers are finer than the bf16 they come from: the error is at most 2^-15 of the group's largest.
+//   vnni      AVX-512 VNNI: a group of activations becomes integers of two bytes (radix * high + low) with one scale, the
+//             products of a group are summed exactly in int32, and only whole groups are scaled and added in fp32. With
+//             8-bit codes the radix is 128: an integer errs by at most 2^-15 of the group's largest. With 4-bit codes
+//             it is 16, so that 16 * code is still a byte (see amx): 2^-12, an eighth of what bf16 errs for the largest.
+//             From kAmxTokens tokens on the integer products run on the matrix unit (AMX), where there is one. 4 bits:
+//             high bytes meet 16 * code and low bytes code, so that one instruction sums both. Integers have no
+//             rounding: the sums are the very same.
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define HAVE_VNNI 1
 #include <immintrin.h>
+
+#include "amx_permission.h"
+#if defined(MINIVLLM_AMX) && defined(__AMX_INT8__)
+#define HAVE_AMX 1
+#endif
 #endif
 
 namespace {
 
 constexpr int64_t N = 16;            // outputs of a block
 constexpr int64_t K = 32;            // inputs of a block, and of a group
-constexpr float kLargest = 16256;    // 127 * 128: the largest activation of a group becomes this
+constexpr int shift_of(int bits) { return bits == 4 ? 4 : 7; }                     // log2 of the radix
+constexpr float largest_of(int bits) { return bits == 4 ? 127 * 16 + 7 : 127 * 128; }  // that a group's largest becomes
 constexpr float kOffset = 128;       // of stored 8-bit codes
 constexpr int64_t kAhead = 2560;     // bytes of weight asked for before they are needed
+constexpr int64_t kAmxTokens = 8;    // fewer would waste most of a tile
+constexpr int64_t kRows = 16;        // tokens of a tile
 constexpr int64_t codes_bytes(int bits) { return N * K * bits / 8; }
 constexpr int64_t block_bytes(int bits) { return codes_bytes(bits) + (bits == 4 ? 4 : 2) * N; }
 
@@ -40,9 +53,10 @@ enum Path : int64_t { kPortable = 0, kVnni = 1 };
 // What all blocks of a call share.
 struct Inputs {
   const float* x;              // portable: [tokens, inputs]
-  const int8_t *high, *low;    // vnni: [tokens, inputs]
+  const int8_t* fixed;         // vnni: [tokens, groups, high and low, 32]
   const float* scales;         // vnni: [tokens, groups]
   const float* sums;           // of each group of inputs, which multiply the minima: [tokens, groups]
+  bool amx;
   int64_t tokens, groups;
   const uint8_t* weight;
 };
@@ -88,6 +102,13 @@ inline void write(const Outputs& out, int64_t token, int64_t first, float* value
   const int64_t count = std::min(N, out.outputs - first), at = token * out.outputs + first;
   if (out.bias)
     for (int64_t n = 0; n < count; n++) values[n] += out.bias[first + n];
+#if defined(__AVX512BF16__)
+  if (out.bf16 && count == N) {
+    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(values));
+    std::memcpy(static_cast<uint16_t*>(out.y) + at, &rounded, sizeof(rounded));
+    return;
+  }
+#endif
   if (!out.bf16) {
     std::memcpy(static_cast<float*>(out.y) + at, values, 4 * count);
     return;
@@ -152,22 +173,23 @@ inline __m512 load16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
 }
 
-// One group of inputs as 15-bit integers, q = 128 high + low, times a scale.
-template <typename T>
-void to_fixed_point(const T* x, int8_t* high, int8_t* low, float* scale, float* sum) {
+// One group of inputs as integers, q = radix * high + low, times a scale. to: [high and low][32].
+template <int bits, typename T>
+void to_fixed_point(const T* x, int8_t* to, float* scale, float* sum) {
   const __m512 v[2] = {load16(x), load16(x + 16)};
   const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(v[0]), _mm512_abs_ps(v[1])));
   const bool finite = largest < std::numeric_limits<float>::infinity() &&
                       !_mm512_cmp_ps_mask(v[0], v[0], _CMP_UNORD_Q) && !_mm512_cmp_ps_mask(v[1], v[1], _CMP_UNORD_Q);
-  *scale = finite ? largest / kLargest : std::numeric_limits<float>::quiet_NaN();  // NaN must not become a number
-  const __m512 inverse = _mm512_set1_ps(largest > 0.f ? kLargest / largest : 0.f);
+  *scale = finite ? largest / largest_of(bits) : std::numeric_limits<float>::quiet_NaN();  // NaN must not become a number
+  const __m512 inverse = _mm512_set1_ps(largest > 0.f ? largest_of(bits) / largest : 0.f);
   __m512i total = _mm512_setzero_si512();
   for (int i = 0; i < 2; i++) {
     const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse));
-    const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
-    const __m512i l = _mm512_sub_epi32(q, _mm512_slli_epi32(h, 7));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(high + 16 * i), _mm512_cvtepi32_epi8(h));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(low + 16 * i), _mm512_cvtepi32_epi8(l));
+    constexpr int shift = shift_of(bits);
+    const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(1 << (shift - 1))), shift);
+    const __m512i l = _mm512_sub_epi32(q, _mm512_slli_epi32(h, shift));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * i), _mm512_cvtepi32_epi8(h));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + K + 16 * i), _mm512_cvtepi32_epi8(l));
     total = _mm512_add_epi32(total, q);
   }
   *sum = *scale * static_cast<float>(_mm512_reduce_add_epi32(total));
@@ -194,9 +216,27 @@ inline __m512i dot(__m512i sum, __m512i w, const int8_t* x, int v) {
   return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
 }
 
-template <int count>
+// What of a group's products is the same for all tokens.
+struct Group {
+  __m512 scale, minimum;
+};
+
+template <int bits>
+inline Group group_of(const uint8_t* block) {
+  const __m512 scale = halves(block + codes_bytes(bits));
+  return {scale, bits == 4 ? halves(block + codes_bytes(bits) + 2 * N) : _mm512_mul_ps(scale, _mm512_set1_ps(-kOffset))};
+}
+
+// A token's sum and one group more.
+inline __attribute__((always_inline)) __m512 plus(__m512 sum, __m512i exact, float scale_of_x, float sum_of_x,
+                                                  const Group& group) {
+  const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_set1_ps(scale_of_x));
+  return _mm512_fmadd_ps(_mm512_set1_ps(sum_of_x), group.minimum, _mm512_fmadd_ps(product, group.scale, sum));
+}
+
+template <int bits, int count>
 inline __attribute__((always_inline)) void tokens_vnni(
-    const Inputs& in, int64_t t, int64_t g, const __m512i* w, __m512 scale, __m512 minimum, float* sums) {
+    const Inputs& in, int64_t t, int64_t g, const __m512i* w, const Group& group, float* sums) {
   __m512i high[count], low[count];
   int64_t at[count];
 #pragma GCC unroll 8
@@ -208,35 +248,138 @@ inline __attribute__((always_inline)) void tokens_vnni(
   for (int v = 0; v < 8; v++)
 #pragma GCC unroll 8
     for (int i = 0; i < count; i++) {
-      high[i] = dot(high[i], w[v], in.high + at[i] * K, v);
-      low[i] = dot(low[i], w[v], in.low + at[i] * K, v);
+      high[i] = dot(high[i], w[v], in.fixed + at[i] * 2 * K, v);
+      low[i] = dot(low[i], w[v], in.fixed + at[i] * 2 * K + K, v);
     }
 #pragma GCC unroll 8
   for (int i = 0; i < count; i++) {
     float* to = sums + (t + i) * N;
-    const __m512 exact = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[i], 7), low[i]));
-    const __m512 group = _mm512_mul_ps(exact, _mm512_set1_ps(in.scales[at[i]]));
-    const __m512 sum = _mm512_fmadd_ps(group, scale, _mm512_loadu_ps(to));
-    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_set1_ps(in.sums[at[i]]), minimum, sum));
+    const __m512i exact = _mm512_add_epi32(_mm512_slli_epi32(high[i], shift_of(bits)), low[i]);
+    _mm512_storeu_ps(to, plus(_mm512_loadu_ps(to), exact, in.scales[at[i]], in.sums[at[i]], group));
   }
+}
+
+inline void ask_ahead(const uint8_t* block, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(block + kAhead + line), _MM_HINT_T0);
 }
 
 template <int bits>
 void block_vnni(const Inputs& in, int64_t b, float* sums) {
   const uint8_t* block = in.weight + b * in.groups * block_bytes(bits);
   for (int64_t g = 0; g < in.groups; g++, block += block_bytes(bits)) {
-    for (int64_t line = 0; line < block_bytes(bits); line += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(block + kAhead + line), _MM_HINT_T0);
+    ask_ahead(block, block_bytes(bits));
     __m512i w[8];
     expand<bits>(block, w);
-    const __m512 scale = halves(block + codes_bytes(bits));
-    const __m512 minimum = bits == 4 ? halves(block + codes_bytes(bits) + 2 * N)
-                                     : _mm512_mul_ps(scale, _mm512_set1_ps(-kOffset));
+    const Group group = group_of<bits>(block);
     int64_t t = 0;
-    for (; t + 8 <= in.tokens; t += 8) tokens_vnni<8>(in, t, g, w, scale, minimum, sums);
-    if (in.tokens - t >= 4) tokens_vnni<4>(in, t, g, w, scale, minimum, sums), t += 4;
-    if (in.tokens - t >= 2) tokens_vnni<2>(in, t, g, w, scale, minimum, sums), t += 2;
-    if (in.tokens - t >= 1) tokens_vnni<1>(in, t, g, w, scale, minimum, sums);
+    for (; t + 8 <= in.tokens; t += 8) tokens_vnni<bits, 8>(in, t, g, w, group, sums);
+    if (in.tokens - t >= 4) tokens_vnni<bits, 4>(in, t, g, w, group, sums), t += 4;
+    if (in.tokens - t >= 2) tokens_vnni<bits, 2>(in, t, g, w, group, sums), t += 2;
+    if (in.tokens - t >= 1) tokens_vnni<bits, 1>(in, t, g, w, group, sums);
+  }
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------------------ amx
+
+#ifdef HAVE_AMX
+// Left operands are rows of `fixed`, [tokens][inputs]: 4 bits take high and low bytes at once (64 of a group), 8 bits one
+// after the other. Right ones are codes as they lie in a block, [vectors][16 outputs x 4 inputs]: of 4 bits 16 * code,
+// then code. Tiles 0-3 are sums, [tokens][16 outputs], 4 and 5 left operands, 6 the right one.
+template <int bits>
+void configure_tiles(int64_t tokens) {
+  minivllm::TileConfig config;
+  for (int i = 0; i < 7; i++) {
+    config.row_bytes[i] = bits == 8 && (i == 4 || i == 5) ? K : 64;
+    config.rows[i] = i == 6 ? (bits == 4 ? 16 : 8) : std::min(kRows, tokens);
+  }
+  config.load();
+}
+
+// Groups go through three loops a few at a time: what is stored must have reached the cache before the matrix unit, or
+// the vector unit after it, loads it.
+constexpr int64_t kGroups = 4;
+constexpr int64_t kTile = kRows * N;
+
+// The products of kRows tokens from `x` on with the codes in tile 6. A tile's number must be a literal.
+#define MINIVLLM_TILE(sum, left, x, to)     \
+  _tile_zero(sum);                          \
+  _tile_loadd(left, x, in.groups * 2 * K);  \
+  _tile_dpbsud(sum, left, 6);               \
+  _tile_stored(sum, to, 64)
+
+// to: [2 kRows][16 outputs], of 8 bits twice: high, low.
+template <int bits>
+inline void tiles_of(const Inputs& in, int64_t t, int64_t g, const uint8_t* codes, bool two, int32_t* to) {
+  const int8_t *x = in.fixed + (t * in.groups + g) * 2 * K, *next = x + kRows * in.groups * 2 * K;
+  _tile_loadd(6, codes, 64);
+  MINIVLLM_TILE(0, 4, x, to);
+  if (two) {
+    MINIVLLM_TILE(1, 5, next, to + kTile);
+  }
+  if (bits == 8) {
+    MINIVLLM_TILE(2, 4, x + K, to + 2 * kTile);
+    if (two) {
+      MINIVLLM_TILE(3, 5, next + K, to + 3 * kTile);
+    }
+  }
+}
+#undef MINIVLLM_TILE
+
+// sums += `count` groups, from `first` on, of one token.
+template <int bits, int count>
+inline __attribute__((always_inline)) void add_groups(const Inputs& in, int64_t at, const int32_t* from,
+                                                      const Group* groups, float* sums) {
+  __m512 sum = _mm512_loadu_ps(sums);
+#pragma GCC unroll 4
+  for (int g = 0; g < count; g++, from += 4 * kTile) {
+    __m512i exact = _mm512_load_si512(from);
+    if (bits == 8)
+      exact = _mm512_add_epi32(_mm512_slli_epi32(exact, shift_of(bits)), _mm512_load_si512(from + 2 * kTile));
+    sum = plus(sum, exact, in.scales[at + g], in.sums[at + g], groups[g]);
+  }
+  _mm512_storeu_ps(sums, sum);
+}
+
+template <int bits>
+void block_amx(const Inputs& in, int64_t b, float* sums) {
+  alignas(64) int32_t products[kGroups][4 * kTile];
+  alignas(64) uint8_t codes[kGroups][2 * N * K];
+  Group groups[kGroups];
+  for (int64_t first = 0; first < in.groups; first += kGroups) {
+    const int64_t count = std::min(kGroups, in.groups - first);
+    const uint8_t* blocks = in.weight + (b * in.groups + first) * block_bytes(bits);
+    for (int64_t g = 0; g < count; g++) {
+      const uint8_t* block = blocks + g * block_bytes(bits);
+      ask_ahead(block, block_bytes(bits));
+      groups[g] = group_of<bits>(block);
+      if (bits == 8) continue;  // as they lie
+      __m512i w[8];
+      expand<bits>(block, w);
+      for (int v = 0; v < 8; v++) {
+        _mm512_store_si512(codes[g] + 64 * v, _mm512_slli_epi16(w[v], 4));
+        _mm512_store_si512(codes[g] + 64 * (8 + v), w[v]);
+      }
+    }
+    for (int64_t t = 0; t < in.tokens; t += 2 * kRows) {
+      const int64_t tokens = std::min(2 * kRows, in.tokens - t);
+      asm volatile("" ::: "memory");  // the tile intrinsics do not say that they read memory
+      for (int64_t g = 0; g < count; g++)
+        tiles_of<bits>(in, t, g + first, bits == 4 ? codes[g] : blocks + g * block_bytes(bits), tokens > kRows, products[g]);
+      asm volatile("" ::: "memory");
+      for (int64_t i = 0; i < tokens; i++) {
+        const int64_t at = (t + i) * in.groups + first;
+        const int32_t* from = products[0] + i * N;
+        float* to = sums + (t + i) * N;
+        switch (count) {
+          case 1: add_groups<bits, 1>(in, at, from, groups, to); break;
+          case 2: add_groups<bits, 2>(in, at, from, groups, to); break;
+          case 3: add_groups<bits, 3>(in, at, from, groups, to); break;
+          default: add_groups<bits, 4>(in, at, from, groups, to);
+        }
+      }
+    }
   }
 }
 #endif
@@ -246,7 +389,7 @@ void block_vnni(const Inputs& in, int64_t b, float* sums) {
 // A call's activations in the form that its path wants; the calling thread keeps the memory.
 struct Prepared {
   std::vector<float> x, scales, sums;
-  std::vector<int8_t> high, low;
+  std::vector<int8_t> fixed;
 };
 
 struct Call {
@@ -273,9 +416,12 @@ void prepare_group(Call& call, int64_t i) {
   Prepared& p = *call.prepared;
 #ifdef HAVE_VNNI
   if (call.path == kVnni) {
-    int8_t *high = &p.high[i * K], *low = &p.low[i * K];
-    if (call.x_bf16) to_fixed_point(static_cast<const uint16_t*>(call.x) + i * K, high, low, &p.scales[i], &p.sums[i]);
-    else to_fixed_point(static_cast<const float*>(call.x) + i * K, high, low, &p.scales[i], &p.sums[i]);
+    auto convert = [&](auto* x) {
+      auto to_fixed = call.bits == 4 ? to_fixed_point<4, std::remove_cvref_t<decltype(*x)>>
+                                     : to_fixed_point<8, std::remove_cvref_t<decltype(*x)>>;
+      to_fixed(x + i * K, &p.fixed[i * 2 * K], &p.scales[i], &p.sums[i]);
+    };
+    call.x_bf16 ? convert(static_cast<const uint16_t*>(call.x)) : convert(static_cast<const float*>(call.x));
     return;
   }
 #endif
@@ -327,15 +473,24 @@ void multiply(void* data) {
   Call& call = *static_cast<Call*>(data);
   thread_local std::vector<float> sums;
   sums.resize(call.in.tokens * N);
+  void (*block)(const Inputs&, int64_t, float*) = call.bits == 4 ? block_portable<4> : block_portable<8>;
+#ifdef HAVE_VNNI
+  if (call.path == kVnni) block = call.bits == 4 ? block_vnni<4> : block_vnni<8>;
+#endif
+#ifdef HAVE_AMX
+  if (call.in.amx) {
+    block = call.bits == 4 ? block_amx<4> : block_amx<8>;
+    call.bits == 4 ? configure_tiles<4>(call.in.tokens) : configure_tiles<8>(call.in.tokens);
+  }
+#endif
   call.each(call.blocks, [&](int64_t b) {
     std::fill(sums.begin(), sums.end(), 0.f);
-#ifdef HAVE_VNNI
-    if (call.path == kVnni) call.bits == 4 ? block_vnni<4>(call.in, b, sums.data()) : block_vnni<8>(call.in, b, sums.data());
-#endif
-    if (call.path == kPortable)
-      call.bits == 4 ? block_portable<4>(call.in, b, sums.data()) : block_portable<8>(call.in, b, sums.data());
+    block(call.in, b, sums.data());
     for (int64_t t = 0; t < call.in.tokens; t++) write(call.out, t, b * N, sums.data() + t * N);
   });
+#ifdef HAVE_AMX
+  if (call.in.amx) _tile_release();
+#endif
 }
 
 }  // namespace
@@ -397,11 +552,15 @@ void minivllm_linear(const minivllm_matrix* matrix, const void* x, void* y, int6
   Prepared& p = prepared;
   p.sums.resize(tokens * groups);
   (path == kVnni ? p.scales : p.x).resize(tokens * groups * (path == kVnni ? 1 : K));
-  if (path == kVnni) {
-    p.high.resize(tokens * groups * K);
-    p.low.resize(tokens * groups * K);
+  if (path == kVnni) {  // whole tiles are read, whatever lies behind the last token
+    const int64_t readable = tokens > kRows ? (tokens + kRows - 1) / kRows * kRows : tokens;
+    p.fixed.resize(readable * groups * 2 * K);
   }
-  Call call{{p.x.data(), p.high.data(), p.low.data(), p.scales.data(), p.sums.data(), tokens, groups, matrix->weight},
+  bool amx = false;
+#ifdef HAVE_AMX
+  amx = path == kVnni && tokens >= kAmxTokens && minivllm::amx_allowed();
+#endif
+  Call call{{p.x.data(), p.fixed.data(), p.scales.data(), p.sums.data(), amx, tokens, groups, matrix->weight},
             {y, matrix->bias, matrix->outputs, y_bf16 != 0},
             &p, x, path, matrix->bits, blocks, 0, x_bf16 != 0};
   auto run = [&](void (*work)(void*), int64_t count, bool alone) {
@@ -411,7 +570,7 @@ void minivllm_linear(const minivllm_matrix* matrix, const void* x, void* y, int6
     else parallel(work, &call, num_threads, 0);
   };
   const bool alone = parallel == nullptr || num_threads == 1;
-  run(prepare, tokens * groups, alone || tokens * groups < 128);  // a group takes about 20 ns, waking a thread 2 us
+  run(prepare, tokens * groups, alone || tokens * groups < 128);  // too little work to wake threads for
   run(multiply, blocks, alone);
 }
 

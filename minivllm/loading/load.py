@@ -83,11 +83,14 @@ def _measured(quantised: Quantised) -> tuple[str, str]:
     """How the layers are kept, as a decision; sets the limit between the two forms where there are two."""
     if not quantised.is_dual:
         return "packed", quantised.describe()
-    found = crossover.measure(quantised.layers)
-    quantised.limit.tokens = found.tokens
-    if found.tokens == crossover.NEVER:
-        return "dual", f"{quantised.describe()}; the packed ones are faster for any number of tokens ({found.reason})"
-    return "dual", f"{quantised.describe()}; from {found.tokens} tokens a step on a copy in bf16 ({found.reason})"
+    shown = []
+    for bits, limit in quantised.limits.items():
+        if layers := quantised.of(bits):
+            found = crossover.measure(layers)
+            limit.tokens = found.tokens
+            start = f"from {found.tokens} tokens" if found.tokens != crossover.NEVER else "for no number of tokens"
+            shown.append(f"{bits} bits {start} on a copy in bf16 ({found.reason})")
+    return "dual", f"{quantised.describe()}; {'; '.join(shown)}"
 
 
 def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> nn.Module:

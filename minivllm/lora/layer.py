@@ -97,6 +97,11 @@ class TorchProducts:
     def fill(self, slot: int, delta: Delta | None) -> None:
         self.deltas[slot] = delta
 
+    @property
+    def in_one_call(self) -> bool:
+        """Whether the kernel alone does this step's work, so that it may be called from C++."""
+        return False
+
     def add(self, y: Tensor, x: Tensor) -> None:
         """y [T, n_out] += what this step's adapters add for x [T, n_in]."""
         if self.step.groups:
@@ -126,6 +131,10 @@ class KernelProducts(TorchProducts):
     def fill(self, slot: int, delta: Delta | None) -> None:
         super().fill(slot, delta)
         self.table.clear(slot) if delta is None else self.table.fill(slot, *delta)
+
+    @property
+    def in_one_call(self) -> bool:
+        return not self.step.groups
 
     def add(self, y: Tensor, x: Tensor) -> None:
         if self.step.tasks is not None:

@@ -4,7 +4,7 @@
 
 A slot is a place on the device for one adapter's matrices at their own rank (nothing is padded to max_rank). The
 scheduler lets at most as many adapters run as there are slots (lora/scheduling.py), so a step always finds its own.
-On a CPU, host and device are one memory: a slot then only names what the host holds.
+On a CPU the two are one memory, and what the kernel reads in a slot is a packed copy (kernels/cpu/lora.py).
 """
 
 from __future__ import annotations

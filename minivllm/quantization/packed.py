@@ -25,7 +25,8 @@ NEVER = 1 << 62
 
 @dataclass(slots=True)
 class Limit:
-    """From this many tokens on the dense copy is used. One for all layers; set once, when it has been measured."""
+    """From this many tokens on the dense copy is used. One for all layers of equal bits; set once, when it has been
+    measured."""
 
     tokens: int = NEVER
 

@@ -16,7 +16,7 @@ from minivllm.quantization.formats import GROUP
 from minivllm.quantization.packed import KeptPacked, Limit, QuantisedAtLoad
 
 BITS = {"int4": 4, "int8": 8}
-HEAD = "lm_head"  # rounded to 8 bits where others get 4: in 4 it changed 8 % of SmolLM2's greedy tokens
+HEAD = "lm_head"  # rounded to 8 bits where others get 4: 4 bits there cost most of the quality (bench/LOG.md)
 
 
 class Choice(NamedTuple):
@@ -54,10 +54,13 @@ def _impossible(device: torch.device, dtype: torch.dtype) -> str | None:
 class Quantised:
     """What `install` did."""
 
-    limit: Limit
+    limits: dict[int, Limit]  # by bits: a product with 8-bit codes takes longer, and most often it is the LM head's
     is_dual: bool
     layers: list[nn.Module] = field(default_factory=list)
     left: int = 0  # layers whose weights stay dense
+
+    def of(self, bits: int) -> list[nn.Module]:
+        return [layer for layer in self.layers if layer.method.bits == bits]
 
     def describe(self) -> str:
         counts = Counter(layer.method.bits for layer in self.layers)
@@ -71,11 +74,12 @@ def install(model: nn.Module, kind: str, stored: Mapping[str, int], dense_copy: 
     stored: {module of the checkpoint: bits}, of those whose codes it holds. A layer of several such modules is kept
     packed if all have equal bits. Layers that cannot be packed keep the method that they have.
     """
-    dtype, limit = model.embedding.weight.dtype, Limit()
+    dtype, limits = model.embedding.weight.dtype, {bits: Limit() for bits in (4, 8)}
     is_dual = dense_copy and dtype is torch.bfloat16
     dense = model.linear_method if is_dual else None
-    kinds = {bits: (KeptPacked if kind == "kept" else QuantisedAtLoad)(bits, dense, limit) for bits in (4, 8)}
-    done = Quantised(limit, is_dual)
+    method = KeptPacked if kind == "kept" else QuantisedAtLoad
+    kinds = {bits: method(bits, dense, limit) for bits, limit in limits.items()}
+    done = Quantised(limits, is_dual)
     for layer, modules in linear_layers(model):
         bits = {stored.get(name) for name in modules} if kind == "kept" else {8 if HEAD in modules else BITS[kind]}
         n_out, n_in = layer.weight.shape

@@ -3,10 +3,11 @@
 A layer as written is some fifteen tensor operations, four of them products; at few tokens the others cost more than
 their arithmetic. Here
 
-    packed weights alone   the whole stack is one call, as long as every product is with packed weights
+    packed weights alone   the whole stack is one call, with the adapters of few tokens each
     anything else          the same steps in Python around each layer's QuantMethod: four products, four calls
 
-so adapters, dense weights, and the dense copy from its limit on take the second way. The model as written is the twin.
+so dense weights, the dense copy from its limit on, and adapters in torch take the second way. The model as written is
+the twin.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from minivllm.attention.cpu import CPUAttention
 from minivllm.compile.context import ForwardContext, attend, current
 from minivllm.kernels.cpu import decoder as kernels
 from minivllm.kernels.cpu.decoder import DecoderKernels, LayerWeights, PackedLayer, Shape
+from minivllm.layers.linear import QuantMethod
 from minivllm.layers.norm import QKNorm
+from minivllm.lora.layer import LoRAMethod
 from minivllm.models.llama import LlamaModel
 from minivllm.quantization.packed import QuantisedAtLoad
 from minivllm.runner.batch import InputBatch
@@ -87,24 +90,28 @@ class FusedModel:
             if self._caches is not context.kv_caches:
                 self._bind(context)
             y = torch.empty((len(token_ids), self.kernels.shape.hidden), dtype=self.kernels.dtype)
-            self.kernels.decode(token_ids, positions, context.meta.handle, y)
+            adapted = next((method.products.step.tasks for method in self._methods() if is_adapted(method)), None)
+            self.kernels.decode(token_ids, positions, context.meta.handle, y, adapted)
             return y
         return self._layer_by_layer(token_ids, positions)
 
     def _is_packed(self, context: ForwardContext, num_tokens: int) -> bool:
         """Is every product of this step with packed weights? Asked anew: layers may have been given adapters."""
-        methods = {layer.method for layer in self._linears}
         return isinstance(context.backend, CPUAttention) and all(
-            isinstance(method, QuantisedAtLoad) and num_tokens < method.limit.tokens for method in methods
+            _in_one_call(method, num_tokens) for method in self._methods()
         )
+
+    def _methods(self) -> set[QuantMethod]:
+        return {layer.method for layer in self._linears}
 
     def _bind(self, context: ForwardContext) -> None:
         backend = context.backend
         layers = [
             PackedLayer(
-                *(linear.matrix for linear in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)),
+                *(linear.matrix for linear in products_of(x)),
                 kv,
                 backend.view_of[spec],
+                tuple(linear.method.products.table if is_adapted(linear.method) else None for linear in products_of(x)),
             )
             for x, kv, spec in zip(self.model.layers, context.kv_caches, context.layers, strict=True)
         ]
@@ -130,7 +137,21 @@ class FusedModel:
 
 
 def linears(model: LlamaModel) -> list[nn.Module]:
-    return [p for x in model.layers for p in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
+    return [linear for layer in model.layers for linear in products_of(layer)]
+
+
+def products_of(layer: nn.Module) -> tuple[nn.Module, ...]:
+    return layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down
+
+
+def is_adapted(method: QuantMethod) -> bool:
+    return isinstance(method, LoRAMethod)
+
+
+def _in_one_call(method: QuantMethod, num_tokens: int) -> bool:
+    if is_adapted(method):
+        return method.products.in_one_call and _in_one_call(method.inner, num_tokens)
+    return isinstance(method, QuantisedAtLoad) and num_tokens < method.limit.tokens
 
 
 def _qk_norm(layer: nn.Module) -> Tensor | None:

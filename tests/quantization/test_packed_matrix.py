@@ -22,12 +22,13 @@ def case(n_out, n_in, tokens, bits, dtype, bias=False):
     return PackedMatrix(*packed, bias=bias), x.to(dtype), dequantise(packed), bias
 
 
-def bound(x, w, path):
-    """Each input taken as its group's largest: the vnni path's integers are at most half a step of 1 / 16256 of that
-    away from x, and an fp32 sum errs by 2^-24 of its terms for each addition, of which there are 32 in a group and then
-    one a group. A term is code * scale or a minimum, which cancel: they are up to 16 times as large as the weight."""
+def bound(x, w, path, bits):
+    """Each input taken as its group's largest: the vnni path's integers are at most half a step away from x, of which
+    that has 2039 (4 bits) or 16256 (8 bits), and an fp32 sum errs by 2^-24 of its terms for each addition, of which
+    there are 32 in a group and then one a group. A term is code * scale or a minimum, which cancel: they are up to 16
+    times as large as the weight."""
     largest = x.double().unflatten(1, (-1, GROUP)).abs().amax(-1).repeat_interleave(GROUP, 1)
-    steps = (0.5 / 16256 if path == VNNI else 0) + 16 * 2**-24 * (GROUP + w.shape[1] // GROUP)
+    steps = (0.5 / {4: 2039, 8: 16256}[bits] if path == VNNI else 0) + 16 * 2**-24 * (GROUP + w.shape[1] // GROUP)
     return steps * (largest @ w.double().abs().T)
 
 
@@ -40,7 +41,7 @@ def test_the_product_is_that_of_the_dequantised_matrix(shape, bits, dtype, path)
         matrix, x, w, _ = case(*shape, tokens, bits, dtype)
         y = matrix(x, torch.float32, path)
         assert y.shape == (tokens, shape[0]) and y.dtype is torch.float32
-        assert ((y.double() - x.double() @ w.double().T).abs() <= bound(x, w, path)).all(), tokens
+        assert ((y.double() - x.double() @ w.double().T).abs() <= bound(x, w, path, bits)).all(), tokens
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,26 +1,10 @@
-// Random batches through the kernels against plain loops in double, alone in a process: `make sanitize` runs it under
-// AddressSanitizer and UBSan, under ThreadSanitizer, and for other instruction sets than this machine's best.
+// Paged attention: random batches against plain loops in double.
 //
 // Every page is a block of exactly its own bytes of a heap allocation that ends with the pool, filled with NaN.
-#include <cstdio>
-#include <cstdlib>
-#include <random>
-#include <thread>
-
-#include "attention.cpp"
+#include "../../kernels/cpu/attention.cpp"
+#include "check.h"
 
 namespace {
-
-std::mt19937 rng(1);
-int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
-
-// GOMP_parallel's contract out of plain threads: OpenMP's own runtime is not instrumented.
-void parallel(void (*work)(void*), void* data, unsigned num_threads, unsigned) {
-  std::vector<std::thread> threads;
-  for (unsigned i = 1; i < num_threads; i++) threads.emplace_back(work, data);
-  work(data);
-  for (auto& thread : threads) thread.join();
-}
 
 void encode(Kind kind, float x, char* to) {
   if (kind == F32) {
