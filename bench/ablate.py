@@ -47,7 +47,7 @@ from workloads import WORKLOADS, draw
 from minivllm.config import DEFAULT_MODEL, PRESETS, EngineConfig, parse_set
 from minivllm.errors import UserError
 
-QUICK_RATE, QUICK_LONGEST = 50, 24
+QUICK_RATE, QUICK_LONGEST, QUICK_REQUESTS = 50, 20, 3
 ENOUGH = 5  # repetitions: of fewer, chance alone has all on one side too often to mark a winner
 DEFAULT_VOCAB, SMALLEST_VOCAB = 49_152, 256  # of the default model; of every dummy shape at least
 
@@ -110,7 +110,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"{DEFAULT_MODEL}")
     parser.add_argument("--dtype", default="float32", help="float32: else equal outputs cannot be asked for")
     parser.add_argument("--repetitions", type=int, help=f"of A and B (6; with --quick {ENOUGH})")
-    parser.add_argument("--num-requests", type=int, help="the workload's own; with --quick 4")
+    parser.add_argument("--num-requests", type=int, help=f"the workload's own; with --quick {QUICK_REQUESTS}")
     what = f"requests a second; the workload's own; with --quick {QUICK_RATE} times that"
     parser.add_argument("--rate", type=float, help=what)
     parser.add_argument(
@@ -128,7 +128,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.repetitions is None:
         args.repetitions = ENOUGH if args.quick else 6
     if args.quick and args.num_requests is None:
-        args.num_requests = 4
+        args.num_requests = QUICK_REQUESTS
     if args.vocab is None:
         args.vocab = SMALLEST_VOCAB if args.model.startswith("dummy:") else DEFAULT_VOCAB
     return args

@@ -409,15 +409,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         for forward in ("auto", "eager", "fused")
         for option in ("background", "wait")
     ),
-    *(
-        Conflict((axis, option), other, f"pieces {what} are not proven yet")
-        for axis, option in (("forward", "piecewise"), ("compile", "background"), ("compile", "wait"))
-        for other, what in (
-            (("quantization", "int8"), "around packed weights"),
-            (("quantization", "int4"), "around packed weights"),
-            (("lora", True), "around adapters"),
-        )
-    ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")

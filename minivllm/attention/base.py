@@ -46,11 +46,18 @@ class KVSpec:
         return 2 * self.num_layers * self.num_kv_heads * per_head * self.block_size + self.beside
 
 
+def check_layers(layers: list[AttentionSpec], spec: KVSpec) -> None:
+    """What every backend builds on: whole groups of heads, and layers that all fit the cache."""
+    for layer in layers:
+        assert layer.num_heads % layer.num_kv_heads == 0, layer
+        assert (layer.num_kv_heads, layer.head_size) == (spec.num_kv_heads, spec.head_size), (layer, spec)
+
+
 class AttentionBackend(Protocol):
     """One registry entry of the `runner.attention` axis.
 
-    The constructor takes (layers: list[AttentionSpec], block_size: int, device: torch.device). `unavailable()` says in
-    a sentence why the backend cannot run here, or returns None.
+    The constructor takes (layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device).
+    `unavailable()` says in a sentence why the backend cannot run here, or returns None.
     """
 
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionSpec, KVSpec
+from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
 from minivllm.kernels.cpu import build
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ class CPUAttention:
     int8_kv: ClassVar[bool] = True
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
-        for layer in layers:
-            assert layer.num_heads % layer.num_kv_heads == 0, layer
-            assert (layer.num_kv_heads, layer.head_size) == (spec.num_kv_heads, spec.head_size), layer
+        check_layers(layers, spec)
         assert 1 <= spec.block_size <= 256, spec
         self.spec = spec
         self.lib = lib = build.library()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionSpec, KVSpec
+from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -44,8 +44,7 @@ class ReferenceAttention:
         device: torch.device,
         compute_dtype: torch.dtype = torch.float32,
     ):
-        for layer in layers:
-            assert layer.num_heads % layer.num_kv_heads == 0, layer
+        check_layers(layers, spec)
         self.spec = spec
         self.block_size = spec.block_size
         self.device = device

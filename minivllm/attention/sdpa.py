@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.base import AttentionSpec, KVSpec
+from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
 from minivllm.attention.sdpa_plan import Decodes, Planner, Prefill, View
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class SDPAAttention:
     block_axis: ClassVar[int] = 2
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
-        for layer in layers:
-            assert layer.num_heads % layer.num_kv_heads == 0, layer
+        check_layers(layers, spec)
         self.specs = list(dict.fromkeys(layers))
         self.spec = spec
         self.device = torch.device(device)

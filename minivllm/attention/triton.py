@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionSpec, KVSpec
+from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
 from minivllm.kernels.triton.tiles import Tile, decode_tile, num_splits, prefill_tile
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ class TritonAttention:
         from minivllm.kernels.triton import elementwise, paged
 
         self.paged, self.write = paged, elementwise.write
-        for layer in layers:
-            assert layer.num_heads % layer.num_kv_heads == 0, layer
-            assert (layer.num_kv_heads, layer.head_size) == (spec.num_kv_heads, spec.head_size), layer
+        check_layers(layers, spec)
         assert spec.dtype in paged.DTYPES, spec.dtype
         self.spec = spec
         self.device = torch.device(device)

@@ -1,9 +1,8 @@
 """One piece to machine code: Inductor's ahead-of-time form, a shared library that needs no Python and no compiler.
 
-Of the two ways that torch offers, measured on torch 2.13 with a model of 4 layers at one token (5 pieces, eager 0.79
-ms): `standalone_compile` with its CompiledArtifact takes 0.45 ms (0.42 with cpp_wrapper) and its artifact holds source
-text, so that every process that loads it imports Inductor (3 s) and, with an empty Inductor cache, runs the C++
-compiler again; `aot_compile` takes 0.36 ms and loads like any library. So it is the second. Building takes longer, but
+Of the two ways that torch 2.13 offers, the artifact of `standalone_compile` holds source text, so that every process
+that loads it imports Inductor and, with an empty Inductor cache, runs the C++ compiler again; what `aot_compile` makes
+loads like any library, and was the faster at one token (bench/LOG.md). So it is the second. Building takes longer, but
 it is done once, in a process of its own.
 
 This module is imported by that process alone.

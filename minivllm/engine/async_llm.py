@@ -120,14 +120,12 @@ class AsyncLLM(EngineHandle):
 
     async def load_lora(self, name: str, path: str) -> Adapter:
         """Load an adapter (PEFT's folder) between two steps, to be named by requests. Raises AdapterError."""
-        loaded = await self._call("load_lora", name, path)
-        self._know_loras(await self._call("list_loras"))
-        return msgspec.convert(loaded, Adapter)
+        self._know_loras(await self._call("load_lora", name, path))
+        return self._loras[name]
 
     async def unload_lora(self, name: str) -> None:
         """New requests cannot name it from now on; those that live keep it. Raises UnknownAdapter."""
-        await self._call("unload_lora", name)
-        self._know_loras(await self._call("list_loras"))
+        self._know_loras(await self._call("unload_lora", name))
 
     @property
     def is_running(self) -> bool:
@@ -147,9 +145,8 @@ class AsyncLLM(EngineHandle):
         """The name of a request's adapter, "" for none; a LoRARequest's is loaded if it is not."""
         if not isinstance(asked, LoRARequest):
             return self._loaded(asked)
-        name = await self._call("ensure_lora", asked)
-        self._know_loras(await self._call("list_loras"))
-        return name
+        self._know_loras(await self._call("ensure_lora", asked))
+        return asked.lora_name
 
     async def _call(self, name: str, *args: Any) -> Any:
         """One of the engine's `calls`, made between two steps; its result as plain data."""

@@ -23,7 +23,7 @@ from minivllm.kv.contiguous import ContiguousKVManager, Reservation, reserve_max
 from minivllm.kv.manager import PagedKVManager
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.scheduling import AdapterLimit, AdapterUse
-from minivllm.lora.table import AdapterTable, NoAdapters
+from minivllm.lora.table import Adapter, AdapterTable, NoAdapters
 from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits
 from minivllm.scheduler.beam import BeamScheduler
@@ -50,12 +50,21 @@ class Engine:
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """What a front end may ask for by name, between two steps (engine/messages.py: Call)."""
+        """What a front end may ask for by name, between two steps (engine/messages.py: Call). Each gives the adapters
+        that are loaded then.
+        """
+
+        def then_list(change: Callable[..., Any]) -> Callable[..., list[Adapter]]:
+            def call(*args: Any) -> list[Adapter]:
+                change(*args)
+                return list(self.adapters.loaded.values())
+
+            return call
+
         return {
-            "load_lora": self.adapters.load,
-            "unload_lora": self.adapters.unload,
-            "ensure_lora": lambda asked: self.adapters.ensure(msgspec.convert(asked, LoRARequest)),
-            "list_loras": lambda: list(self.adapters.loaded.values()),
+            "load_lora": then_list(self.adapters.load),
+            "unload_lora": then_list(self.adapters.unload),
+            "ensure_lora": then_list(lambda asked: self.adapters.ensure(msgspec.convert(asked, LoRARequest))),
         }
 
     @property

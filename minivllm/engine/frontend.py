@@ -79,7 +79,7 @@ class EngineHandle:
         return list(self._loras.values())
 
     def _know_loras(self, listed: list[dict[str, Any]]) -> None:
-        """listed: what the engine's call "list_loras" gave."""
+        """listed: what each of the engine's calls gives."""
         self._loras = {adapter.name: adapter for adapter in msgspec.convert(listed, list[Adapter])}
 
     def _loaded(self, name: str | None) -> str:

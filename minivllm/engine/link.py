@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import Protocol
 
 import msgspec
 
+from minivllm import child
 from minivllm.config import EngineConfig
 from minivllm.engine.build import Engine
 from minivllm.engine.messages import MESSAGES, Close, Command, Ended, Facts, Failure, Message
@@ -117,8 +117,7 @@ class ProcessLink:
         self._closing = False
         self._decoder = msgspec.msgpack.Decoder(MESSAGES)
         self._encoder = msgspec.msgpack.Encoder()
-        command = [sys.executable, "-m", "minivllm.engine.process", self._folder.name]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self._child = child.start("minivllm.engine.process", self._folder.name)
         try:
             self._child.stdin.write(msgspec.json.encode(config) + b"\n")
             self._child.stdin.flush()  # and it stays open: the lifeline

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-import msgspec
-
 from minivllm.engine.client import EngineClient, InprocClient, LinkClient
 from minivllm.engine.frontend import Asked, EngineHandle, Messages, Prompt
 from minivllm.engine.link import ThreadLink
@@ -107,22 +105,19 @@ class LLM(EngineHandle):
 
     def load_lora(self, name: str, path: str) -> Adapter:
         """Load an adapter (PEFT's folder) to be named by requests. Raises AdapterError."""
-        loaded = self._client.call("load_lora", name, path)
-        self._know_loras(self._client.call("list_loras"))
-        return msgspec.convert(loaded, Adapter)
+        self._know_loras(self._client.call("load_lora", name, path))
+        return self._loras[name]
 
     def unload_lora(self, name: str) -> None:
         """Raises UnknownAdapter."""
-        self._client.call("unload_lora", name)
-        self._know_loras(self._client.call("list_loras"))
+        self._know_loras(self._client.call("unload_lora", name))
 
     def _adapter(self, asked: Asked) -> str:
         """The name of a request's adapter, "" for none; a LoRARequest's is loaded if it is not."""
         if not isinstance(asked, LoRARequest):
             return self._loaded(asked)
-        name = self._client.call("ensure_lora", asked)
-        self._know_loras(self._client.call("list_loras"))
-        return name
+        self._know_loras(self._client.call("ensure_lora", asked))
+        return asked.lora_name
 
     def get_tokenizer(self) -> TextTokenizer:
         return self.tokenizer

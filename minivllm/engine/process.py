@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
 import zmq
 
+from minivllm import child
 from minivllm.config import EngineConfig
 from minivllm.engine.messages import COMMANDS, Command, Ended, Failure, Message
 
@@ -25,7 +24,7 @@ def main(folder: str) -> int:
     faulthandler.enable()  # a crash in a kernel leaves a stack
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    child.end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s", datefmt="%H:%M:%S")
     context = zmq.Context()
     commands, messages = (
@@ -66,14 +65,6 @@ def _connect(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Soc
     socket.set_hwm(0)
     socket.connect(f"ipc://{Path(folder, name)}")
     return socket
-
-
-def _die_with_parent() -> None:
-    # Nothing more is ever written: this returns b"" when the pipe's other end is gone. Not through sys.stdin: an
-    # interpreter that ends would wait for its lock.
-    while os.read(0, 1):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

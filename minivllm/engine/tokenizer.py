@@ -99,10 +99,6 @@ class TextTokenizer:
                     found[ids] = None
         return tuple(found)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

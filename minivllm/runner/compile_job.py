@@ -16,12 +16,12 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from minivllm import child
 from minivllm.loading.cache import Cache
 
 logger = logging.getLogger("minivllm")
@@ -41,13 +41,7 @@ class Build:
 
     def __init__(self, job: Job):
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "minivllm.runner.compile_job"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
+        self._process = child.start("minivllm.runner.compile_job", stdout=subprocess.PIPE, stderr=self._errors)
         self.cancel = weakref.finalize(self, _end, self._process)
         payload = pickle.dumps(job)
         try:
@@ -78,17 +72,11 @@ def _end(process: subprocess.Popen) -> None:
 def main() -> None:
     (length,) = struct.unpack("<Q", sys.stdin.buffer.read(8))
     job: Job = pickle.loads(sys.stdin.buffer.read(length))
-    threading.Thread(target=_end_with_the_engine, daemon=True).start()
+    child.end_with_parent()
     os.nice(job.nice)
     with tempfile.TemporaryDirectory(prefix="minivllm-compile-") as scratch:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch  # read when Inductor is imported: nothing stays behind
         build(job)
-
-
-def _end_with_the_engine() -> None:
-    while os.read(0, 1):  # no buffered reader: its lock would be held when this process ends
-        pass
-    os._exit(1)
 
 
 def build(job: Job) -> None:

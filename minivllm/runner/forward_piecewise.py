@@ -110,8 +110,14 @@ class PiecewiseForward:
         return "piecewise", f"{_describe(program)}, not compiled (runner.compile=off)"
 
     def _wait(self, options: ForwardOptions) -> tuple[str, str]:
+        return self._find_or(self._build_now, options, nice=0)
+
+    def _background(self, options: ForwardOptions) -> tuple[str, str]:
+        return self._find_or(self._build_meanwhile, options, BACKGROUND_NICE)
+
+    def _find_or(self, build: Callable[[Job], tuple[str, str]], options: ForwardOptions, nice: int) -> tuple[str, str]:
         try:
-            job = self._job(options, nice=0)
+            job = self._job(options, nice)
         except CANNOT_PICKLE as error:
             return "eager", f"{NOT_SENT}: {error}"
         if (compiled := self._load(job.key)) is not None:
@@ -119,6 +125,9 @@ class PiecewiseForward:
             return "piecewise", f"{_describe(compiled[0])}, compiled; found in the cache"
         if (obstacle := unavailable(self.device)) is not None:
             return "eager", obstacle
+        return build(job)
+
+    def _build_now(self, job: Job) -> tuple[str, str]:
         begin = time.perf_counter()
         logger.info("compile: building the model's pieces, once for this machine (about a minute)")
         failure, compiled = Build(job).wait(), self._load(job.key)
@@ -128,16 +137,7 @@ class PiecewiseForward:
         self._use(*compiled)
         return "piecewise", f"{_describe(compiled[0])}, compiled in {time.perf_counter() - begin:.0f} s"
 
-    def _background(self, options: ForwardOptions) -> tuple[str, str]:
-        try:
-            job = self._job(options, nice=BACKGROUND_NICE)
-        except CANNOT_PICKLE as error:
-            return "eager", f"{NOT_SENT}: {error}"
-        if (compiled := self._load(job.key)) is not None:
-            self._use(*compiled)
-            return "piecewise", f"{_describe(compiled[0])}, compiled; found in the cache"
-        if (obstacle := unavailable(self.device)) is not None:
-            return "eager", obstacle
+    def _build_meanwhile(self, job: Job) -> tuple[str, str]:
         build = Build(job)
         weakref.finalize(self, build.cancel)
         waiter = threading.Thread(target=_await, args=(weakref.ref(self), build, job.key), daemon=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm import machine
 from minivllm.attention.base import KVSpec
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
@@ -44,7 +44,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _machine_free() -> int:
-    """What Linux says can be had without swapping; elsewhere what psutil finds, whose import takes 0.15 s."""
+    """What Linux says can be had without swapping; elsewhere what psutil finds, which is slow to import."""
     try:
         with open("/proc/meminfo") as file:
             return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
@@ -55,7 +55,7 @@ def _machine_free() -> int:
 
 
 def _cgroup_free() -> float:
-    root = Path("/sys/fs/cgroup")
+    root = machine.CGROUP
     try:
         limit, used = (root / "memory.max").read_text().strip(), (root / "memory.current").read_text()
         return float("inf") if limit == "max" else max(0, int(limit) - int(used))

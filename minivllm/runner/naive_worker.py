@@ -92,7 +92,7 @@ class OneByOne:
     def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
         return BatchKey(num_tokens)
 
-    def warmup(self, make_dummy: Any) -> None:
+    def warmup(self, run_dummy: Any) -> None:
         """Nothing to warm."""
 
     def __call__(self, batch: InputBatch) -> Tensor:

@@ -219,12 +219,8 @@ class SchedulerBase:
             victims = self._victims()
             for victim in victims:
                 self.preempt(victim)
-                for column in (
-                    plan.num_tokens,
-                    plan.start,
-                    plan.new_blocks,
-                    plan.drafts,
-                ):  # a relative may be in the plan
+                # A relative may be in the plan.
+                for column in (plan.num_tokens, plan.start, plan.new_blocks, plan.drafts):
                     column.pop(victim.id, None)
             plan.stats.num_preempted += len(victims)
             if req in victims:

@@ -20,8 +20,8 @@ from minivllm.structured.json_text import plain, string_tree
 from minivllm.structured.params import StructuredParams
 from minivllm.structured.regex import RegexError, parse_search, render, size
 
-# Characters of an expression once its counted repetitions are written out. XGrammar counts rather than writes them out
-# (a million take 12 ms), but has no limit of its own.
+# Characters of an expression once its counted repetitions are written out. XGrammar counts rather than writes them out,
+# but has no limit of its own.
 MAX_ATOMS = 1_000_000
 TOO_MANY = f"its counted repetitions stand for over {MAX_ATOMS:,} characters"
 

@@ -16,7 +16,6 @@ from minivllm import LLM, SamplingParams
 from minivllm.compile.rehearsal import Rehearsal
 from minivllm.compile.store import LIBRARY, Store, program_key
 from minivllm.compile.trace import skeleton
-from minivllm.errors import ConfigError
 from minivllm.loading import load_model
 from minivllm.loading.cache import Cache
 from minivllm.runner import forward_piecewise
@@ -60,10 +59,15 @@ def test_greedy_tokens_are_those_of_the_eager_model(mode, check, compiled, wante
         assert generate(llm) == wanted
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_pieces_around_packed_weights_are_refused_until_they_are_proven(quantization):
-    with pytest.raises(ConfigError, match="not proven yet"):
-        tiny_llm(**{"model.quantization": quantization, "runner.forward": "piecewise"})
+@pytest.mark.parametrize("quantization, dense_copy", [("int8", True), ("int4", True), ("int4", False)])
+@pytest.mark.parametrize("mode", ["off", "wait"])
+def test_pieces_around_packed_weights_give_the_eager_models_tokens(mode, quantization, dense_copy):
+    packed = {"model.quantization": quantization, "model.dense_copy": dense_copy}
+    with tiny_llm(**packed, **{"runner.forward": "eager"}) as llm:
+        wanted = generate(llm)
+    with tiny_llm(**packed, **{"runner.forward": "piecewise", "runner.compile": mode, "debug.check": True}) as llm:
+        assert how(llm)[0] == "piecewise"
+        assert generate(llm) == wanted
 
 
 def test_a_program_does_not_depend_on_where_packed_weights_lie():
