@@ -106,13 +106,24 @@ def compile_into(folder: Path, compiler: str, name: str) -> None:
         if done.returncode == 0:
             print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
             return
+        if target and not _is_unknown(done.stderr):  # slower code: not without a word
+            print(f"not for this CPU ({_first_error(done.stderr)}) ...", end=" ", file=sys.stderr, flush=True)
     raise _failed(compiler, done.stderr)
 
 
 def _failed(compiler: str, output: str) -> Unbuildable:
     print("failed", file=sys.stderr, flush=True)
-    lines = [line for line in output.splitlines() if "error" in line] or output.splitlines() or ["no message"]
-    return Unbuildable(f"{compiler} cannot compile the kernels: {lines[0][:200]}")
+    return Unbuildable(f"{compiler} cannot compile the kernels: {_first_error(output)}")
+
+
+def _first_error(output: str) -> str:
+    lines = [line for line in output.splitlines() if "error" in line.lower()] or output.splitlines() or ["no message"]
+    return lines[0][:200]
+
+
+def _is_unknown(output: str) -> bool:
+    """Whether the compiler only said that it does not know the target's option."""
+    return any(word in output for word in ("unrecognized", "unknown", "unsupported", "bad value"))
 
 
 @functools.cache

@@ -47,6 +47,14 @@ def test_startup_splits_the_time_to_the_first_token():
 
 @pytest.mark.model
 @pytest.mark.slow
+def test_quality_compares_forms_of_the_weights_on_one_text():
+    (row,) = run("quality.py", "--num-tokens", "6", "--forms", "int8")["results"]
+    assert row["quantization"] == "int8" and row["positions"] == 36
+    assert 0 < row["logprob_rms"] < 0.5 and 0 <= row["top1_percent"] < 50
+
+
+@pytest.mark.model
+@pytest.mark.slow
 def test_offline_compares_with_transformers_on_the_same_tokens():
     args = ("--num-reqs", "2", "--rounds", "1", "--input-len", "8", "--output-len", "4")
     (row,) = run("offline.py", *args)["results"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -117,3 +119,10 @@ def test_what_does_not_fit_is_refused():
             PackedMatrix(*wrong, None)
     with pytest.raises(AssertionError):
         PackedMatrix(codes, scales, None)(torch.zeros(2, 32))
+
+
+def test_the_library_is_built_for_this_cpu():
+    """The loader falls back to the baseline where the CPU's own target does not compile, which is ten times as slow."""
+    if "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("no AVX-512 VNNI here")
+    assert linear.best_path() == VNNI
