@@ -38,6 +38,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("spec_decode",),
     ("lora",),
     ("runner",),
+    ("pooling",),
     ("executor",),
     ("engine",),
     ("cli",),
@@ -57,6 +58,7 @@ CONTROL_PLANE = (
     *("minivllm.kv.manager", "minivllm.kv.prefix", "minivllm.kv.prefix_hash"),
     *("minivllm.scheduler.policy", "minivllm.scheduler.unified", "minivllm.engine.core"),
     *("minivllm.lora.table", "minivllm.lora.scheduling"),
+    *("minivllm.pooling.task", "minivllm.pooling.text", "minivllm.engine.pooling_core"),
 )
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "starlette", "pydantic")
 MAX_IMPORT_SECONDS = 0.15
