@@ -7,7 +7,8 @@ that grows with the logarithm of the lengths. The caller sorts its sequences by 
 same, in more calls.
 
 Padding never shows: its rows are copies of the sequence's last token, its keys are masked, or lie after all queries
-that are read where attention is causal. Oracle: `attend_dense` (attention/reference.py), one sequence at a time.
+that are read where attention is causal. Oracles: `attend_dense` (attention/reference.py) and its two-way
+counterpart in tests/attention/test_packed.py, one sequence at a time.
 """
 
 from __future__ import annotations

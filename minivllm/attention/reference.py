@@ -87,8 +87,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tenso
     scores = torch.einsum("nhd,lhd->hnl", q, k) * layer.scale
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-    if layer.causal:
-        scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], layer.sliding_window, q.device), -torch.inf)
+    scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], layer.sliding_window, q.device), -torch.inf)
     return torch.einsum("hnl,lhd->nhd", scores.softmax(-1), v)
 
 

@@ -43,7 +43,14 @@ def packed(spec: AttentionSpec, lengths: list[int], q, k, v) -> torch.Tensor:
 
 def each_alone(spec: AttentionSpec, lengths: list[int], q, k, v) -> torch.Tensor:
     rows = zip(*(x.double().split(lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([attend_dense(*row, spec) for row in rows])
+    attend = attend_dense if spec.causal else attend_both_ways
+    return torch.cat([attend(*row, spec) for row in rows])
+
+
+def attend_both_ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """[L, heads, D] each; every token sees every other."""
+    weights = (torch.einsum("nhd,lhd->hnl", q, k) * spec.scale).softmax(-1)
+    return torch.einsum("hnl,lhd->nhd", weights, v)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
