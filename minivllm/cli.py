@@ -24,6 +24,8 @@ from minivllm.registry import did_you_mean
 FIELD_HELP = {  # of the fields that have no row in the feature table
     "model.path": "alias, local folder, .gguf file, dummy:<shape> or Hub id",
     "model.tokenizer": "folder or Hub id; by default the model's own",
+    "model.task": "auto (what the model is made for), generate, embed or score",
+    "model.pooling": "a text's vector under task embed: auto (as the model says), mean, last or cls",
     "model.dtype": "auto, bfloat16, float16 or float32",
     "model.device": "auto, cpu or cuda",
     "model.max_model_len": "longest prompt + answer, in tokens",

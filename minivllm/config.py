@@ -28,6 +28,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"  # see features.py
+    task: Literal["auto", "generate", "embed", "score"] = "auto"  # what the model is served for; see pooling/task.py
+    pooling: Literal["auto", "mean", "last", "cls"] = "auto"  # which hidden states become a text's vector (task embed)
     dense_copy: bool = True  # beside packed weights, one in bf16 for steps of many tokens
     max_model_len: int | None = None  # longest prompt + output, in tokens; None: what the model and the KV pool allow
     seed: int = 0  # of dummy weights and of requests that bring no seed
@@ -304,6 +306,8 @@ def check_options(config: EngineConfig) -> None:
 VLLM_NAMES: dict[str, str] = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
+    "task": "model.task",
+    "pooling": "model.pooling",
     "dtype": "model.dtype",
     "quantization": "model.quantization",
     "device": "model.device",

@@ -37,6 +37,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("sampling", "lora"),
     ("spec_decode",),
     ("runner",),
+    ("pooling",),
     ("executor",),
     ("engine",),
     ("cli",),
@@ -56,6 +57,7 @@ CONTROL_PLANE = (
     *("minivllm.kv.manager", "minivllm.kv.prefix", "minivllm.kv.prefix_hash"),
     *("minivllm.scheduler.policy", "minivllm.scheduler.unified", "minivllm.engine.core"),
     *("minivllm.lora.table", "minivllm.lora.scheduling"),
+    *("minivllm.pooling.task", "minivllm.pooling.text", "minivllm.engine.pooling_core"),
 )
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "starlette", "pydantic")
 MAX_IMPORT_SECONDS = 0.15

@@ -32,3 +32,11 @@ ROUNDED = {
     torch.float16: {"atol": 1e-5, "rtol": 2**-11},
     torch.bfloat16: {"atol": 1e-5, "rtol": 2**-8},
 }
+
+# Hidden states of a small encoder or decoder with random weights, two implementations in float32: each rounds some 8
+# products a layer, of up to 80 terms of size 1, and sums them in another order: sqrt(80) * 2^-24 = 5e-7 each, three
+# layers of them like a random walk 2.6e-6, norms keeping the values near 1.
+HIDDEN = 1e-5
+
+# A vector of unit length has numbers of about 1/sqrt(hidden), so the same errors are smaller still: below 1e-6.
+EMBEDDING = 1e-5

@@ -26,6 +26,7 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None  # a query at position p sees keys p - window + 1 .. p
     soft_cap: float | None = None  # scores become cap * tanh(scores / cap)
+    causal: bool = True  # False: every token sees every other (encoders); attention/packed.py alone can do that
 
 
 @dataclass(frozen=True, slots=True)

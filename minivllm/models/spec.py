@@ -71,7 +71,7 @@ class ModelSpec:
     @classmethod
     def from_hf(cls, config: Config, generation: Config | None = None, where: str = "config.json") -> ModelSpec:
         """From the contents of config.json and generation_config.json. `where` names the former in errors."""
-        reader = _Reader(config, generation or {}, where)
+        reader = ConfigReader(config, generation or {}, where)
         try:
             return reader.spec()
         except (TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
@@ -100,7 +100,7 @@ FAMILIES: dict[str, Family] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class ConfigReader:
     config: Config
     generation: Config
     where: str

@@ -22,9 +22,23 @@ from starlette.types import ASGIApp
 
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.async_pooler import AsyncPooler
 from minivllm.engine.metrics import Metrics
-from minivllm.serve import chat, completions, errors, lora, messages, openapi, protocol, responses, tokenize
+from minivllm.serve import (
+    chat,
+    completions,
+    embeddings,
+    errors,
+    lora,
+    messages,
+    openapi,
+    pooling,
+    protocol,
+    responses,
+    tokenize,
+)
 from minivllm.serve import messages_protocol as anthropic
+from minivllm.serve import rerank as ranking
 from minivllm.serve import responses_protocol as newer
 from minivllm.serve.access import MAX_BODY_BYTES
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
@@ -103,6 +117,7 @@ class Endpoint(NamedTuple):
     answers: type | None = None  # None: plain text or free JSON
     takes: type | None = None
     streams: type | None = None  # the type of each event, when the request asks for a stream
+    tasks: tuple[str, ...] = ()  # of the engine (model.task) that it needs; (): any
 
 
 ENDPOINTS = (
@@ -114,6 +129,7 @@ ENDPOINTS = (
         protocol.ChatCompletion,
         protocol.ChatRequest,
         protocol.ChatChunk,
+        ("generate",),
     ),
     Endpoint(
         "POST",
@@ -123,6 +139,7 @@ ENDPOINTS = (
         protocol.Completion,
         protocol.CompletionRequest,
         protocol.Completion,
+        ("generate",),
     ),
     Endpoint(
         "POST",
@@ -132,6 +149,7 @@ ENDPOINTS = (
         newer.ResponseObject,
         newer.ResponsesRequest,
         newer.ResponseEvent,
+        ("generate",),
     ),
     Endpoint(
         "POST",
@@ -141,6 +159,7 @@ ENDPOINTS = (
         anthropic.MessageAnswer,
         anthropic.MessagesRequest,
         anthropic.MessageEvent,
+        ("generate",),
     ),
     Endpoint(
         "POST",
@@ -149,6 +168,25 @@ ENDPOINTS = (
         "How long the prompt of such a conversation is",
         anthropic.InputTokens,
         anthropic.CountTokensRequest,
+        tasks=("generate",),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/embeddings",
+        embeddings.embeddings,
+        "The vectors of texts",
+        embeddings.EmbeddingList,
+        embeddings.EmbeddingRequest,
+        tasks=("embed",),
+    ),
+    *(
+        Endpoint("POST", path, handler, what, answers, takes, tasks=pooling.POOLS)
+        for path, handler, what, answers, takes in (
+            ("/score", ranking.score, "How like two texts are: vLLM's", ranking.ScoreList, ranking.ScoreRequest),
+            ("/v1/score", ranking.v1_score, "The same as /score", ranking.ScoreList, ranking.ScoreRequest),
+            ("/rerank", ranking.rerank, "Order documents by a query", ranking.RerankList, ranking.RerankRequest),
+            ("/v1/rerank", ranking.v1_rerank, "The same as /rerank", ranking.RerankList, ranking.RerankRequest),
+        )
     ),
     Endpoint("GET", "/v1/models", list_models, "The names that `model` may have", protocol.ModelList),
     Endpoint("GET", "/v1/models/{model:path}", get_model, "One model", protocol.ModelCard),
@@ -159,6 +197,7 @@ ENDPOINTS = (
         "Load a LoRA adapter, if the server has a --lora-dir",
         protocol.ModelCard,
         protocol.LoadAdapter,
+        tasks=("generate",),
     ),
     Endpoint(
         "POST",
@@ -167,6 +206,7 @@ ENDPOINTS = (
         "Forget a LoRA adapter; requests that live go on",
         protocol.ModelDeleted,
         protocol.UnloadAdapter,
+        tasks=("generate",),
     ),
     Endpoint(
         "POST",
@@ -183,11 +223,9 @@ ENDPOINTS = (
     Endpoint("GET", "/openapi.json", document, "This document"),
 )
 
-PATHS = {endpoint.handler: endpoint.path for endpoint in ENDPOINTS}
-
 
 def create_app(
-    engine: AsyncLLM,
+    engine: AsyncLLM | AsyncPooler,
     metrics: Metrics,
     model_names: Sequence[str],
     api_keys: Sequence[str] = (),
@@ -210,11 +248,11 @@ def create_app(
         await engine.shutdown()
 
     app = Starlette(
-        routes=[Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS],
+        routes=[Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in ENDPOINTS],
         exception_handlers=errors.HANDLERS,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, keys=Keys(api_keys), metrics=metrics, paths=PATHS)
+    app.add_middleware(Guard, keys=Keys(api_keys), metrics=metrics, paths={r.endpoint: r.path for r in app.routes})
     if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
         headers = ["x-request-id", "retry-after"]
         app.add_middleware(

@@ -26,6 +26,7 @@ from minivllm.cli import (
     print_table,
 )
 from minivllm.config import DEFAULT_MODEL, EngineConfig
+from minivllm.pooling.task import GENERATE
 from minivllm.serve import access
 from minivllm.serve.tools import TOOL_PARSERS, choose
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   python -m minivllm.serve                                        the default model, on http://127.0.0.1:8000
   python -m minivllm.serve --model ./my-llama --dtype bfloat16    a local Hugging Face folder
+  python -m minivllm.serve --model minilm                         embeddings, scores and reranking
   python -m minivllm.serve --model dummy:tiny --port 9000         random weights, to try the server itself
   python -m minivllm.serve --set kv.prefix=none --trace run.jsonl an option of the feature table; record the run
 
@@ -161,20 +163,26 @@ def serve(
     names = args.served_model_name or [model]
     waiting.settle()  # before torch, which the imports below may bring
     with interrupts_end_at_once():
-        from minivllm.engine.async_llm import AsyncLLM
         from minivllm.engine.metrics import Metrics
         from minivllm.serve.app import create_app
+        from minivllm.serve.pooling import report as report_pooling
+        from minivllm.serve.pooling import start
         from minivllm.serve.server import Server
 
         metrics = Metrics(names[0])
-        engine = AsyncLLM(**options)
+        engine = start(options)
+    if engine.task != GENERATE and args.tool_call_parser != "auto":
+        fail(f"--tool-call-parser {args.tool_call_parser}: under model.task={engine.task} no tool is called")
     tools = choose(args.tool_call_parser, engine.tokenizer)
     app = create_app(engine, metrics, names, tool_parser=tools.parser, lora_dirs=args.lora_dir, **app_options)
     host, port = listener.getsockname()[:2]
     url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def announce() -> None:
-        report(engine, names, url, tools)
+        if engine.task == GENERATE:
+            report(engine, names, url, tools)
+        else:
+            report_pooling(engine, names, url)
         print(f"\nReady in {time.perf_counter() - begin:.1f} s: {url}/v1   (Ctrl-C stops)", flush=True)
 
     try:

@@ -46,14 +46,14 @@ async def prepare(body: CompletionRequest, service: Service) -> tuple[Job, Compl
     return job, CompletionShape(job.id, service, body)
 
 
-def as_list(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """One prompt or several, by OpenAI's four forms."""
+def as_list(prompt: str | list[str | int | list[int]], name: str = "prompt") -> list[str | list[int]]:
+    """One prompt or several, by OpenAI's four forms. name: of the field."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
     if len(kinds) != 1:
         what = "is empty" if not prompt else "mixes types: give texts, or token ids, or lists of token ids"
-        raise BadRequest(f"prompt {what}", "prompt")
+        raise BadRequest(f"{name} {what}", name)
     return [prompt] if kinds == {int} else prompt
 
 

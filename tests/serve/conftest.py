@@ -50,6 +50,7 @@ class FakeEngine:
 
     max_model_len = 100
     model_name = "fake"
+    task = "generate"
     is_running = True
     decisions = ()
     config = SimpleNamespace(model=SimpleNamespace(path="fake"), scheduler=SimpleNamespace(max_num_seqs=2))

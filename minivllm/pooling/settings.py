@@ -1,0 +1,82 @@
+"""How a model's hidden states become one vector: what sentence-transformers' files beside it say, or a default.
+
+modules.json lists the steps (Transformer, Pooling, Normalize), the folder of the Pooling step names the rule, and
+sentence_bert_config.json the longest text that the model was trained on. What is not supported, and would change the
+vector, is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import ModelError
+
+# The rule's name in the Pooling step's config.json: the one switch that is on, or (newer) the value of "pooling_mode".
+MODES = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "mean": "mean",
+    "cls": "cls",
+    "lasttoken": "last",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolerSettings:
+    kind: str  # a name in minivllm.pooling.pool.POOLERS
+    normalize: bool
+    max_tokens: int | None  # the longest text; None: what the model's positions allow
+    reason: str
+
+
+def read_settings(folder: Path | None, is_encoder: bool, asked: str = "auto") -> PoolerSettings:
+    """folder: the model's; None for random weights. asked: model.pooling. Raises ModelError."""
+    found = _from_files(folder) if folder is not None and (folder / "modules.json").is_file() else None
+    if found is None:
+        kind = "mean" if is_encoder else "last"
+        found = PoolerSettings(kind, True, None, f"no modules.json: {kind}, and unit length, as is usual for its kind")
+    return found if asked == "auto" else replace(found, kind=asked, reason="as configured")
+
+
+def _from_files(folder: Path) -> PoolerSettings:
+    modules = _read(folder / "modules.json", list)
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        path, steps = folder / "modules.json", ", ".join(kinds)
+        raise ModelError(f"{path}: only Transformer, Pooling and Normalize are supported, not {steps}")
+    pooling = folder / str(modules[1].get("path", "")) / "config.json"
+    limits = folder / str(modules[0].get("path", "")) / "sentence_bert_config.json"
+    limit = _read(limits, dict) if limits.is_file() else {}
+    if limit.get("do_lower_case"):
+        raise ModelError(f"{limits}: do_lower_case=true is not supported (a tokenizer.json that lower-cases is)")
+    _refuse_prompts(folder / "config_sentence_transformers.json")
+    return PoolerSettings(_mode(pooling), "Normalize" in kinds, limit.get("max_seq_length"), "as modules.json says")
+
+
+def _mode(path: Path) -> str:
+    config = _read(path, dict)
+    named = config.get("pooling_mode")
+    on = [named] if named else [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
+    if len(on) != 1 or on[0] not in MODES:
+        what = " + ".join(map(str, on)) or "no pooling"
+        raise ModelError(f"{path}: {what} is not supported, only one of mean, cls and lasttoken")
+    return MODES[on[0]]
+
+
+def _refuse_prompts(path: Path) -> None:
+    if path.is_file() and (name := _read(path, dict).get("default_prompt_name")):
+        raise ModelError(f'{path}: default_prompt_name "{name}" is not supported: put the prompt before each text')
+
+
+def _read(path: Path, kind: type) -> Any:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{path}: not readable as JSON ({e}). Fetch the file again") from None
+    if not isinstance(value, kind):
+        raise ModelError(f"{path}: expected a JSON {'object' if kind is dict else 'array'}. Fetch the file again")
+    return value
