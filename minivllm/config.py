@@ -105,6 +105,7 @@ class DebugConfig(Section):
     evict_all: bool = False
     check: bool = False  # assert every invariant after each step
     trace: str | None = None  # a file: record every step there, as minivllm.trace/1
+    recent_steps: int = 0  # remember so many steps, without tokens, for the server's /debug/trace
 
 
 class EngineConfig(Section):
@@ -282,6 +283,7 @@ def check_options(config: EngineConfig) -> None:
         ("lora.max_cpu_loras", 1, None),
         ("spec_decode.layers", 1, None),
         ("debug.preempt_every", 0, None),
+        ("debug.recent_steps", 0, None),
     ):
         value = config.get(field_)
         if value is not None and (value < low or (high is not None and value > high)):

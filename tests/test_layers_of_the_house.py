@@ -28,7 +28,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("waiting",),
     ("request",),
     ("plan",),
-    ("trace",),
+    ("trace", "trace_recent"),
     ("kv",),
     ("scheduler",),
     ("compile", "attention", "kernels", "layers", "quantization"),

@@ -129,6 +129,10 @@ class AsyncLLM(EngineHandle):
         await self._call("unload_lora", name)
         self._know_loras(await self._call("list_loras"))
 
+    async def recent_steps(self, num_steps: int) -> dict[str, Any]:
+        """What the engine core did last (trace_recent.py: snapshot); nothing unless debug.recent_steps is set."""
+        return await self._call("recent_steps", num_steps)
+
     @property
     def is_running(self) -> bool:
         return self._dead is None and self._link.is_running

@@ -30,6 +30,7 @@ from minivllm.scheduler.beam import BeamScheduler
 from minivllm.scheduler.inject import Injector
 from minivllm.structured.compiler import GrammarCompiler, is_installed, shared_compiler
 from minivllm.trace import TraceRecorder
+from minivllm.trace_recent import RecentSteps
 
 if TYPE_CHECKING:
     from minivllm.runner.worker import Worker
@@ -47,6 +48,7 @@ class Engine:
     tokenizer_dir: Any  # pathlib.Path
     info: dict[str, Any]
     adapters: AdapterTable | NoAdapters
+    recent: RecentSteps
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -56,6 +58,7 @@ class Engine:
             "unload_lora": self.adapters.unload,
             "ensure_lora": lambda asked: self.adapters.ensure(msgspec.convert(asked, LoRARequest)),
             "list_loras": lambda: list(self.adapters.loaded.values()),
+            "recent_steps": self.recent.snapshot,
         }
 
     @property
@@ -79,6 +82,9 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
     scheduler = build_scheduler(config, kv, limits, facts.lookahead)
     if config.debug.trace is not None:
         observers = [*observers, TraceRecorder(config.debug.trace)]
+    recent = RecentSteps(config.debug.recent_steps)
+    if recent.num_steps:
+        observers = [*observers, recent]
     adapters: AdapterTable | NoAdapters = NoAdapters()
     if config.lora.enabled:
         adapters = AdapterTable(executor.call, config.lora.max_cpu_loras)
@@ -97,6 +103,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         tokenizer_dir=facts.tokenizer_dir,
         info=facts.info,
         adapters=adapters,
+        recent=recent,
     )
 
 

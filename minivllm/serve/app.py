@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
-from minivllm.serve import chat, completions, errors, lora, messages, openapi, protocol, responses, tokenize
+from minivllm.serve import chat, completions, debug, errors, lora, messages, openapi, protocol, responses, tokenize
 from minivllm.serve import messages_protocol as anthropic
 from minivllm.serve import responses_protocol as newer
 from minivllm.serve.access import MAX_BODY_BYTES
@@ -88,7 +88,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def document(request: Request) -> Response:
-    return reply(openapi.document(ENDPOINTS))
+    return reply(openapi.document(request.app.state.endpoints))
 
 
 def reply(data: object, status: int = 200) -> Response:
@@ -183,7 +183,7 @@ ENDPOINTS = (
     Endpoint("GET", "/openapi.json", document, "This document"),
 )
 
-PATHS = {endpoint.handler: endpoint.path for endpoint in ENDPOINTS}
+DEBUG_ENDPOINTS = (Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),)
 
 
 def create_app(
@@ -196,12 +196,15 @@ def create_app(
     lora_dirs: Sequence[Path] = (),
     cors_origins: Sequence[str] = (),
     max_waiting: int | None = None,
+    debug_endpoints: bool = False,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
+    debug_endpoints: with those below /debug, which show what the engine does for whom.
     """
+    endpoints = ENDPOINTS + DEBUG_ENDPOINTS if debug_endpoints else ENDPOINTS
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -210,11 +213,11 @@ def create_app(
         await engine.shutdown()
 
     app = Starlette(
-        routes=[Route(e.path, e.handler, methods=[e.method]) for e in ENDPOINTS],
+        routes=[Route(e.path, e.handler, methods=[e.method]) for e in endpoints],
         exception_handlers=errors.HANDLERS,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, keys=Keys(api_keys), metrics=metrics, paths=PATHS)
+    app.add_middleware(Guard, keys=Keys(api_keys), metrics=metrics, paths={e.handler: e.path for e in endpoints})
     if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
         headers = ["x-request-id", "retry-after"]
         app.add_middleware(
@@ -229,5 +232,6 @@ def create_app(
     app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting)
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
+    app.state.endpoints = endpoints
     app.state.created = int(time.time())
     return app

@@ -26,7 +26,7 @@ from minivllm.cli import (
     print_table,
 )
 from minivllm.config import DEFAULT_MODEL, EngineConfig
-from minivllm.serve import access
+from minivllm.serve import access, operate
 from minivllm.serve.tools import TOOL_PARSERS, choose
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ then:
 
 def main(argv: Sequence[str], prog: str = "python -m minivllm serve") -> int:
     args = parser(prog).parse_args(argv)
-    options = lora_options(args, engine_options(args))
-    app_options, tls = access.app_options(args), access.tls_options(args)
+    options = operate.engine_options(args, lora_options(args, engine_options(args)))
+    app_options, tls = access.app_options(args) | operate.app_options(args), access.tls_options(args)
     listener = bind(args.host, args.port)
     for warning in access.warnings(listener.getsockname()[0], app_options["api_keys"], bool(tls)):
         print(f"warning: {warning}", file=sys.stderr)
@@ -63,6 +63,7 @@ def parser(prog: str) -> Parser:
     group.add_argument("--port", default=8000, type=int, help="0: any free one (8000)")
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests call it (--model)")
     access.add_options(parser.add_argument_group("access"))
+    operate.add_options(parser.add_argument_group("operation"))
     parsers = ("auto", *TOOL_PARSERS.names())
     group.add_argument(
         "--tool-call-parser",

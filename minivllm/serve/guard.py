@@ -70,8 +70,8 @@ class Guard:
         return None if self._allowed(scope) else errors.ApiError(401, WRONG_KEY, "invalid_api_key")
 
     def _allowed(self, scope: Scope) -> bool:
-        """All of /v1 needs a key, and beside it whatever makes the server work; looking at it does not."""
-        if not self.keys or (scope["method"] in ("GET", "HEAD") and not scope["path"].startswith("/v1")):
+        """All of /v1 and /debug needs a key, and beside it whatever makes the server work; looking at it does not."""
+        if not self.keys or (scope["method"] in ("GET", "HEAD") and not scope["path"].startswith(("/v1", "/debug"))):
             return True
         headers = dict(scope["headers"])
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

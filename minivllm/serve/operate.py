@@ -1,0 +1,28 @@
+"""How a server is run and watched: the options of `serve` that say so. `serve --help` imports it, so that what is slow
+to import waits until it is needed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+RECENT_STEPS = 1000  # that /debug/trace can show, if debug.recent_steps does not say
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--debug-endpoints", action="store_true", help="GET /debug/trace: the last steps, for ui.perfetto.dev (off)"
+    )
+
+
+def engine_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    """AsyncLLM's options, with what these ask of the engine."""
+    own: dict[str, Any] = {}
+    if args.debug_endpoints:
+        own["debug.recent_steps"] = RECENT_STEPS
+    return {**options, "overrides": {**own, **options["overrides"]}}
+
+
+def app_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords for create_app."""
+    return {"debug_endpoints": args.debug_endpoints}
