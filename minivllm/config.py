@@ -86,6 +86,7 @@ class ExecutorConfig(Section):
 class EngineSection(Section):
     core: Literal["inproc", "process"] = "inproc"
     restart: bool = True  # AsyncLLM and the server: start a process that has died again
+    log_format: Literal["text", "json"] = "text"  # of an engine core in a process of its own
 
 
 class StructuredConfig(Section):

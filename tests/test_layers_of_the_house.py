@@ -21,7 +21,7 @@ PACKAGE = ROOT / "minivllm"
 # whose exports are imported on first use.
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("", "errors", "registry"),
-    ("machine", "features"),
+    ("machine", "features", "logs"),
     ("matrix",),
     ("config",),
     ("structured",),

@@ -7,7 +7,6 @@ gone, and this process with it. Commands and messages pass through two ZeroMQ so
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from minivllm import logs
 from minivllm.config import EngineConfig
 from minivllm.engine.messages import COMMANDS, Command, Ended, Failure, Message
 
@@ -26,7 +26,7 @@ def main(folder: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s", datefmt="%H:%M:%S")
+    logs.setup(config.engine.log_format, process="engine")
     context = zmq.Context()
     commands, messages = (
         _connect(context, zmq.PULL, folder, "commands"),

@@ -28,8 +28,9 @@ from minivllm.serve import messages_protocol as anthropic
 from minivllm.serve import responses_protocol as newer
 from minivllm.serve.access import MAX_BODY_BYTES
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
-from minivllm.serve.generation import Service, answer, events
+from minivllm.serve.generation import Service, answer, attach, events
 from minivllm.serve.guard import Guard, Keys
+from minivllm.serve.request_log import RequestLog
 from minivllm.serve.tools.parsers import HermesParser, ToolParser
 
 
@@ -49,6 +50,7 @@ async def generate(request: Request, kind: type[protocol.Sampling], prepare: Cal
     if body.prompt_logprobs is not None and body.stream:
         raise errors.BadRequest("prompt_logprobs does not go with stream=true", "prompt_logprobs")
     job, shape = await prepare(body, request.app.state.service)
+    attach(job, request)
     return EventStream(events(job, shape), job.id) if body.stream else JSONAnswer(answer(job, shape), job.id)
 
 
@@ -227,6 +229,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=headers,
         )
+    app.add_middleware(RequestLog)
     metrics.stats = engine.stats
     engine.watchers.append(metrics)
     app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting)

@@ -113,7 +113,10 @@ def response(error: BaseException, path: str = "") -> Response:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    return response(error, request.url.path)
+    reply = response(error, request.url.path)
+    if request_id := getattr(request.state, "request_id", None):  # after all middleware: an unexpected error's answer
+        reply.headers["x-request-id"] = request_id
+    return reply
 
 
 async def on_http_exception(request: Request, error: HTTPException) -> Response:

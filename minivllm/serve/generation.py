@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request
 
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
@@ -141,6 +142,11 @@ class Job:
             longest = max(self.num_generated[self.choice(prompt, i)] for i in range(self.params.n))
             self.service.metrics.on_request_end(output.outputs[-1].finish_reason, output.metrics, num_prompt, longest)
         self.usage.total_tokens = self.usage.prompt_tokens + self.usage.completion_tokens
+
+
+def attach(job: Job, request: Request) -> None:
+    """The job is this HTTP request's work, which its line in the log counts."""
+    request.state.job = job
 
 
 class Shape(Protocol):

@@ -6,10 +6,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+LOG_FORMATS = ("text", "json")
 RECENT_STEPS = 1000  # that /debug/trace can show, if debug.recent_steps does not say
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
+    levels = ("debug", "info", "warning", "error")
+    group.add_argument(
+        "--log-level", choices=levels, default="info", metavar="LEVEL", help=f"{', '.join(levels)} (info)"
+    )
+    what = "text, or json: an object a line, one line a request"
+    group.add_argument("--log-format", choices=LOG_FORMATS, default="text", metavar="FORMAT", help=f"{what} (text)")
     group.add_argument(
         "--debug-endpoints", action="store_true", help="GET /debug/trace: the last steps, for ui.perfetto.dev (off)"
     )
@@ -17,7 +24,7 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 
 def engine_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     """AsyncLLM's options, with what these ask of the engine."""
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = {"engine.log_format": args.log_format}
     if args.debug_endpoints:
         own["debug.recent_steps"] = RECENT_STEPS
     return {**options, "overrides": {**own, **options["overrides"]}}
