@@ -42,14 +42,13 @@ from drive import VIRTUAL_STEPS, in_turns, loaded, sized
 from latency import METRICS, bootstrap_ratio, shown, verdict
 from plots import KINDS, markdown
 from tqdm import tqdm
-from workloads import WORKLOADS, draw
+from workloads import WORKLOADS, draw, vocab_of
 
 from minivllm.config import DEFAULT_MODEL, PRESETS, EngineConfig, parse_set
 from minivllm.errors import UserError
 
 QUICK_RATE, QUICK_LONGEST, QUICK_REQUESTS = 50, 20, 3
 ENOUGH = 5  # repetitions: of fewer, chance alone has all on one side too often to mark a winner
-DEFAULT_VOCAB, SMALLEST_VOCAB = 49_152, 256  # of the default model; of every dummy shape at least
 
 # ---------------------------------------------------------------------------------------- A B B A
 
@@ -130,7 +129,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.quick and args.num_requests is None:
         args.num_requests = QUICK_REQUESTS
     if args.vocab is None:
-        args.vocab = SMALLEST_VOCAB if args.model.startswith("dummy:") else DEFAULT_VOCAB
+        args.vocab = vocab_of(args.model)
     return args
 
 

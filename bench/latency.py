@@ -73,6 +73,22 @@ class Timeline:
     steps: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.arrival
+
+    @property
+    def latency(self) -> float:
+        return self.times[-1] - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        return (self.times[-1] - self.times[0]) / len(self.times)
+
+    @property
+    def itl_max(self) -> float:
+        return max((after - before for before, after in pairwise(self.times)), default=0.0)
+
     def at(self, time: float, step: int, num: int) -> None:
         """num tokens more came now; below 0: the first ones did not count."""
         self.times += [time] * num
@@ -93,19 +109,9 @@ class StepRecord(NamedTuple):
 
 def metrics(timelines: Sequence[Timeline], steps: Sequence[StepRecord]) -> dict[str, float]:
     """METRICS of one run; waste only where it was sampled. Every timeline has a token."""
-    ttft = [t.times[0] - t.arrival for t in timelines]
-    latency = [t.times[-1] - t.arrival for t in timelines]
-    tpot = [(t.times[-1] - t.times[0]) / len(t.times) for t in timelines]
-    itl = [after - before for t in timelines for before, after in pairwise(t.times)]
-    num_tokens = sum(t.num_in + len(t.times) for t in timelines)
-    seconds = max(t.times[-1] for t in timelines) - min(t.arrival for t in timelines)
-    found = {"throughput": num_tokens / seconds}
-    for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", itl), ("latency", latency)):
-        found[f"{name}_p50"], found[f"{name}_p99"] = (1e3 * np.percentile(values or [0.0], (50, 99))).tolist()
-    found["itl_max"] = 1e3 * max(itl, default=0.0)
     slots = sum(s.slots for s in steps)
     return (
-        found
+        request_metrics(timelines)
         | _waste(steps)
         | {
             "host_ms": float(np.mean([s.host_ms for s in steps])),
@@ -116,6 +122,24 @@ def metrics(timelines: Sequence[Timeline], steps: Sequence[StepRecord]) -> dict[
             "num_steps": len(steps),
         }
     )
+
+
+def request_metrics(timelines: Sequence[Timeline], percentiles: Sequence[int] = (50, 99)) -> dict[str, float]:
+    """Those of METRICS that clients see: throughput, and ttft_p50 ... for each percentile. Every timeline has a
+    token."""
+    itl = [after - before for t in timelines for before, after in pairwise(t.times)]
+    num_tokens = sum(t.num_in + len(t.times) for t in timelines)
+    seconds = max(t.times[-1] for t in timelines) - min(t.arrival for t in timelines)
+    found = {"throughput": num_tokens / seconds}
+    for name, values in (
+        ("ttft", [t.ttft for t in timelines]),
+        ("tpot", [t.tpot for t in timelines]),
+        ("itl", itl),
+        ("latency", [t.latency for t in timelines]),
+    ):
+        milliseconds = (1e3 * np.percentile(values or [0.0], percentiles)).tolist()
+        found |= {f"{name}_p{q}": value for q, value in zip(percentiles, milliseconds, strict=True)}
+    return found | {"itl_max": 1e3 * max(itl, default=0.0)}
 
 
 def _waste(steps: Sequence[StepRecord]) -> dict[str, float]:

@@ -1,4 +1,5 @@
 """From the JSON of bench/ablate.py: a plot as PNG and SVG, and a table in Markdown, beside it. ablate does it itself.
+Of bench/serve.py's lines the last one is drawn (bench/serve_plot.py); what follows is of ablations.
 
     python bench/plots.py bench/results/ablate-v0-v1-auto.json
 
@@ -293,14 +294,27 @@ def legend(figure: Any, ring: bool, title: str) -> None:
 
 
 def write(path: Path) -> list[Path]:
-    """The plot and the table of one JSON file, beside it."""
-    record = json.loads(path.read_text())
-    figure = plot(record)
-    written = [path.with_suffix(suffix) for suffix in (".png", ".svg", ".md")]
-    for image in written[:2]:
+    """The plot of one result file, beside it; of an ablation its table too."""
+    record = last_record(path)
+    if record["bench"] == "serve":
+        from serve_plot import plot as plot_serve
+
+        return save(plot_serve(record), path)
+    table = path.with_suffix(".md")
+    table.write_text(markdown(record))
+    return [*save(plot(record), path), table]
+
+
+def last_record(path: Path) -> dict[str, Any]:
+    text = path.read_text()
+    return json.loads(text.splitlines()[-1] if path.suffix == ".jsonl" else text)
+
+
+def save(figure: Any, path: Path) -> list[Path]:
+    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for image in written:
         metadata = {"Date": None} if image.suffix == ".svg" else None
         figure.savefig(image, dpi=160, bbox_inches="tight", pad_inches=0.1, metadata=metadata)
-    written[2].write_text(markdown(record))
     return written
 
 

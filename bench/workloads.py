@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+DEFAULT_VOCAB, SMALLEST_VOCAB = 49_152, 256  # of the default model; of every dummy shape at least
 FIRST_ID = 10  # ids below are often special
 SPARE_SLOTS = 16  # of a pool that shall hold all, for each sequence: what the end of its last block wastes
 
@@ -190,6 +191,11 @@ WORKLOADS: dict[str, Workload] = {
 }
 
 
+def vocab_of(model: str) -> int:
+    """Ids below this are in the model's vocabulary, as far as its name tells."""
+    return SMALLEST_VOCAB if model.startswith("dummy:") else DEFAULT_VOCAB
+
+
 class Scene(NamedTuple):
     """A drawn workload and the engine that it needs."""
 
@@ -202,7 +208,7 @@ def draw(
     name: str,
     seed: int = 0,
     *,
-    vocab: int = 49_152,
+    vocab: int = DEFAULT_VOCAB,
     num_requests: int | None = None,
     rate: float | None = None,
     scale: float = 1.0,

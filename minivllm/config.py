@@ -88,6 +88,8 @@ class ExecutorConfig(Section):
 class EngineSection(Section):
     core: Literal["inproc", "process"] = "inproc"
     restart: bool = True  # AsyncLLM and the server: start a process that has died again
+    step_timeout: float = 300.0  # seconds after which a step that still runs is reported; 0: never
+    log_format: Literal["text", "json"] = "text"  # of an engine core in a process of its own
 
 
 class StructuredConfig(Section):
@@ -107,6 +109,7 @@ class DebugConfig(Section):
     evict_all: bool = False
     check: bool = False  # assert every invariant after each step
     trace: str | None = None  # a file: record every step there, as minivllm.trace/1
+    recent_steps: int = 0  # remember so many steps, without tokens, for the server's /debug/trace
 
 
 class EngineConfig(Section):
@@ -284,6 +287,8 @@ def check_options(config: EngineConfig) -> None:
         ("lora.max_cpu_loras", 1, None),
         ("spec_decode.layers", 1, None),
         ("debug.preempt_every", 0, None),
+        ("debug.recent_steps", 0, None),
+        ("engine.step_timeout", 0, None),
     ):
         value = config.get(field_)
         if value is not None and (value < low or (high is not None and value > high)):

@@ -74,7 +74,7 @@ class TraceRecorder:
     def on_step(self, plan: StepPlan, out: StepOutput, deltas: list[Delta], times: Mapping[str, float]) -> None:
         """times: milliseconds a phase, in the order in which they ran."""
         self._step = plan.step + 1
-        record: Record = {"type": "step", "t": self._now(), "step": plan.step, "sched": _rows(plan)}
+        record: Record = {"type": "step", "t": self._now(), "step": plan.step, "sched": rows_of(plan)}
         record["times"] = {phase: round(ms, 4) for phase, ms in times.items()}
         record |= {name: column for name in COLUMNS if (column := getattr(plan, name))}
         record["tokens"] = out.tokens
@@ -101,7 +101,8 @@ class TraceRecorder:
 COLUMNS = tuple(f.name for f in dataclasses.fields(StepPlan) if f.name not in (*FOLDED, "step"))
 
 
-def _rows(plan: StepPlan) -> list[tuple[str, int, int]]:
+def rows_of(plan: StepPlan) -> list[tuple[str, int, int]]:
+    """(request, tokens now, computed before), in batch order."""
     start = plan.start
     return [(req_id, now, start[req_id]) for req_id, now in plan.num_tokens.items()]
 
@@ -239,14 +240,14 @@ def to_chrome(path: str | Path, out: str | Path) -> int:
     One track has the steps with their phases inside; each request has a track with a slice a step (prefill, recompute
     after a preemption, decode); counters show blocks, requests and tokens.
     """
-    view = _ChromeView()
+    view = ChromeView()
     for record in read(path).records:
-        getattr(view, f"on_{record['type']}")(record)
-    Path(out).write_bytes(msgspec.json.encode({"traceEvents": view.events, "displayTimeUnit": "ms"}))
+        view.on(record)
+    Path(out).write_bytes(view.encode())
     return len(view.events)
 
 
-class _ChromeView:
+class ChromeView:
     """Folds records into trace events. All times in microseconds; a step ends at its record's t."""
 
     def __init__(self) -> None:
@@ -258,8 +259,22 @@ class _ChromeView:
         self._meta(ENGINE, 0, "thread_name", "steps")
         self._meta(REQUESTS, 0, "process_name", "requests")
 
+    def on(self, record: Record) -> None:
+        getattr(self, f"on_{record['type']}")(record)
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode({"traceEvents": self.events, "displayTimeUnit": "ms"})
+
+    def arrive(self, req_id: str, seconds: float) -> None:
+        self.arrived[req_id] = seconds * 1e6
+
+    def join(self, join: Record) -> None:
+        """A record's, or one that has the number of its tokens alone."""
+        num_tokens = join["num_tokens"] if "num_tokens" in join else len(join["token_ids"])
+        self.known[join["req_id"]] = (num_tokens, "recompute" if num_tokens > join["num_prompt_tokens"] else "prefill")
+
     def on_add(self, record: Record) -> None:
-        self.arrived[record["request"]["id"]] = record["t"] * 1e6
+        self.arrive(record["request"]["id"], record["t"])
         self._instant(record["request"]["id"], record, "arrives")
 
     def on_abort(self, record: Record) -> None:
@@ -277,8 +292,7 @@ class _ChromeView:
             at += ms * 1e3
         self._counters(record["stats"], total, begin)
         for join in record.get("joins", []):
-            resumed = len(join["token_ids"]) > join["num_prompt_tokens"]
-            self.known[join["req_id"]] = (len(join["token_ids"]), "recompute" if resumed else "prefill")
+            self.join(join)
         for req_id, now, before in record["sched"]:
             self._request_slice(req_id, now, before, begin, spent)
         for req_id, (reason, _) in record.get("finished", {}).items():

@@ -21,14 +21,14 @@ PACKAGE = ROOT / "minivllm"
 # whose exports are imported on first use.
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("", "errors", "registry"),
-    ("machine", "features"),
+    ("machine", "features", "logs"),
     ("matrix",),
     ("config",),
     ("structured",),
     ("waiting", "child"),
     ("request",),
     ("plan",),
-    ("trace",),
+    ("trace", "trace_recent"),
     ("kv",),
     ("scheduler",),
     ("compile", "attention", "kernels", "layers", "quantization"),

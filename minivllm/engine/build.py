@@ -31,6 +31,7 @@ from minivllm.scheduler.beam import BeamScheduler
 from minivllm.scheduler.inject import Injector
 from minivllm.structured.compiler import GrammarCompiler, is_installed, shared_compiler
 from minivllm.trace import TraceRecorder
+from minivllm.trace_recent import RecentSteps
 
 if TYPE_CHECKING:
     from minivllm.runner.worker import Worker
@@ -48,11 +49,12 @@ class Engine:
     tokenizer_dir: Any  # pathlib.Path
     info: dict[str, Any]
     adapters: AdapterTable | NoAdapters
+    recent: RecentSteps
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
-        """What a front end may ask for by name, between two steps (engine/messages.py: Call). Each gives the adapters
-        that are loaded then.
+        """What a front end may ask for by name, between two steps (engine/messages.py: Call). Those about adapters give
+        the ones that are loaded then.
         """
 
         def then_list(change: Callable[..., Any]) -> Callable[..., list[Adapter]]:
@@ -66,6 +68,7 @@ class Engine:
             "load_lora": then_list(self.adapters.load),
             "unload_lora": then_list(self.adapters.unload),
             "ensure_lora": then_list(lambda asked: self.adapters.ensure(msgspec.convert(asked, LoRARequest))),
+            "recent_steps": self.recent.snapshot,
         }
 
     @property
@@ -90,6 +93,9 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
     scheduler = build_scheduler(config, kv, limits, facts.lookahead)
     if config.debug.trace is not None:
         observers = [*observers, TraceRecorder(config.debug.trace)]
+    recent = RecentSteps(config.debug.recent_steps)
+    if recent.num_steps:
+        observers = [*observers, recent]
     adapters: AdapterTable | NoAdapters = NoAdapters()
     if config.lora.enabled:
         adapters = AdapterTable(executor.call, config.lora.max_cpu_loras)
@@ -108,6 +114,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         tokenizer_dir=facts.tokenizer_dir,
         info=facts.info,
         adapters=adapters,
+        recent=recent,
     )
 
 

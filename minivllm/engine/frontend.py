@@ -27,7 +27,8 @@ from minivllm.lora.table import Adapter, find, lora_is_off
 from minivllm.plan import Delta
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
+# Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dictionary may have a "cache_salt".
+Prompt = str | Sequence[int] | Mapping[str, Any]
 OutputKind = Literal["cumulative", "delta", "final"]
 Messages = Sequence[Mapping[str, Any]]
 Asked = LoRARequest | str | None  # an adapter: to be loaded if need be, or the name of one that is loaded
@@ -81,7 +82,7 @@ class EngineHandle:
         return list(self._loras.values())
 
     def _know_loras(self, listed: list[dict[str, Any]]) -> None:
-        """listed: what each of the engine's calls gives."""
+        """listed: what each of the engine's calls about adapters gives."""
         self._loras = {adapter.name: adapter for adapter in msgspec.convert(listed, list[Adapter])}
 
     def _loaded(self, name: str | None) -> str:
@@ -99,6 +100,14 @@ def _connect(config: EngineConfig, observers: Sequence[Observer]) -> Link:
     return ProcessLink(config)
 
 
+def salt_of(prompt: Prompt) -> str:
+    """A prompt dictionary's "cache_salt", "" for none."""
+    salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+    if not isinstance(salt, str) or (isinstance(prompt, Mapping) and "cache_salt" in prompt and not salt):
+        raise BadRequest(f"cache_salt must be a text that is not empty, got {salt!r}", "cache_salt")
+    return salt
+
+
 class FrontEnd:
     def __init__(self, facts: Facts):
         self.max_model_len = facts.max_model_len
@@ -111,10 +120,12 @@ class FrontEnd:
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text if it was given, token ids). Raises BadRequest for anything that is no prompt."""
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not prompt:
                 raise BadRequest(
-                    f'a prompt dictionary has "prompt" or "prompt_token_ids", not {sorted(unknown)}', "prompt"
+                    f'a prompt dictionary has "prompt" or "prompt_token_ids", and may have "cache_salt"; not '
+                    f"{sorted(unknown)}",
+                    "prompt",
                 )
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
@@ -144,6 +155,7 @@ class FrontEnd:
         adapter: the name of a LoRA adapter; the engine core refuses one that is not loaded when the request arrives.
         """
         text, token_ids = self.tokenize(prompt)
+        cache_salt = salt_of(prompt) or cache_salt
         beam = params if isinstance(params, BeamSearchParams) else None
         resolved = self.prepare(beam.step if beam else params, token_ids)
         each = [resolved] if beam else children(resolved)

@@ -7,7 +7,6 @@ gone, and this process with it. Commands and messages pass through two ZeroMQ so
 from __future__ import annotations
 
 import faulthandler
-import logging
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from minivllm import child
+from minivllm import child, logs
 from minivllm.config import EngineConfig
 from minivllm.engine.messages import COMMANDS, Command, Ended, Failure, Message
 
@@ -25,7 +24,7 @@ def main(folder: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     child.end_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s", datefmt="%H:%M:%S")
+    logs.setup(config.engine.log_format, process="engine")
     context = zmq.Context()
     commands, messages = (
         _connect(context, zmq.PULL, folder, "commands"),
@@ -38,8 +37,12 @@ def main(folder: str) -> int:
             return None
         return decoder.decode(commands.recv())
 
+    lock = threading.Lock()  # the step loop and its watchdog; sockets belong to one thread at a time
+
     def post(message: Message) -> None:
-        messages.send(encoder.encode(message))
+        data = encoder.encode(message)
+        with lock:
+            messages.send(data)
 
     try:
         from minivllm.engine.build import build
@@ -49,7 +52,7 @@ def main(folder: str) -> int:
         engine = build(config)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         post(facts_of(engine))
-        StepLoop(engine.core, engine.calls, take, post).run()
+        StepLoop(engine.core, engine.calls, take, post, config.engine.step_timeout).run()
         code = 0
     except Exception as error:
         post(Ended(Failure.of(error)))

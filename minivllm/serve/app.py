@@ -27,6 +27,7 @@ from minivllm.engine.metrics import Metrics
 from minivllm.serve import (
     chat,
     completions,
+    debug,
     embeddings,
     errors,
     lora,
@@ -42,8 +43,10 @@ from minivllm.serve import rerank as ranking
 from minivllm.serve import responses_protocol as newer
 from minivllm.serve.access import MAX_BODY_BYTES
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
-from minivllm.serve.generation import Service, answer, events
+from minivllm.serve.generation import Service, answer, attach, events
 from minivllm.serve.guard import Guard, Keys
+from minivllm.serve.rate_limit import RateLimit, RateLimiter
+from minivllm.serve.request_log import RequestLog
 from minivllm.serve.tools.parsers import HermesParser, ToolParser
 
 
@@ -63,6 +66,7 @@ async def generate(request: Request, kind: type[protocol.Sampling], prepare: Cal
     if body.prompt_logprobs is not None and body.stream:
         raise errors.BadRequest("prompt_logprobs does not go with stream=true", "prompt_logprobs")
     job, shape = await prepare(body, request.app.state.service)
+    attach(job, request)
     return EventStream(events(job, shape), job.id) if body.stream else JSONAnswer(answer(job, shape), job.id)
 
 
@@ -89,8 +93,9 @@ def model_card(request: Request, name: str) -> protocol.ModelCard:
 
 
 async def health(request: Request) -> Response:
-    alive = request.app.state.service.engine.is_running
-    return reply(protocol.Health("ok" if alive else "dead"), 200 if alive else 503)
+    engine = request.app.state.service.engine
+    status = "dead" if not engine.is_running else "stalled" if engine.stalled else "ok"
+    return reply(protocol.Health(status), 200 if status == "ok" else 503)
 
 
 async def version(request: Request) -> Response:
@@ -102,7 +107,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def document(request: Request) -> Response:
-    return reply(openapi.document(ENDPOINTS))
+    return reply(openapi.document(request.app.state.endpoints))
 
 
 def reply(data: object, status: int = 200) -> Response:
@@ -217,11 +222,13 @@ ENDPOINTS = (
         tokenize.Tokenize,
     ),
     Endpoint("POST", "/detokenize", tokenize.detokenize, "The text of tokens", tokenize.Text, tokenize.Detokenize),
-    Endpoint("GET", "/health", health, "200 while the engine runs, 503 after", protocol.Health),
+    Endpoint("GET", "/health", health, "200 while the engine runs, 503 if a step hangs, and after", protocol.Health),
     Endpoint("GET", "/version", version, "The server's version", protocol.Version),
     Endpoint("GET", "/metrics", metrics, "Prometheus metrics"),
     Endpoint("GET", "/openapi.json", document, "This document"),
 )
+
+DEBUG_ENDPOINTS = (Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),)
 
 
 def create_app(
@@ -234,12 +241,18 @@ def create_app(
     lora_dirs: Sequence[Path] = (),
     cors_origins: Sequence[str] = (),
     max_waiting: int | None = None,
+    debug_endpoints: bool = False,
+    rate_limit: RateLimit | None = None,
+    isolate_keys: bool = True,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
+    rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached.
+    debug_endpoints: with those below /debug, which show what the engine does for whom.
     """
+    endpoints = ENDPOINTS + DEBUG_ENDPOINTS if debug_endpoints else ENDPOINTS
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -248,11 +261,13 @@ def create_app(
         await engine.shutdown()
 
     app = Starlette(
-        routes=[Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in ENDPOINTS],
+        routes=[Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in endpoints],
         exception_handlers=errors.HANDLERS,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, keys=Keys(api_keys), metrics=metrics, paths={r.endpoint: r.path for r in app.routes})
+    paths = {route.endpoint: route.path for route in app.routes}
+    limiter = RateLimiter(rate_limit) if rate_limit else None
+    app.add_middleware(Guard, keys=Keys(api_keys, isolate_keys), metrics=metrics, paths=paths, limiter=limiter)
     if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
         headers = ["x-request-id", "retry-after"]
         app.add_middleware(
@@ -262,10 +277,12 @@ def create_app(
             allow_headers=["*"],
             expose_headers=headers,
         )
+    app.add_middleware(RequestLog)
     metrics.stats = engine.stats
     engine.watchers.append(metrics)
     app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting)
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
+    app.state.endpoints = endpoints
     app.state.created = int(time.time())
     return app

@@ -10,13 +10,12 @@ import argparse
 import errno
 import logging
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from minivllm import waiting
+from minivllm import logs, waiting
 from minivllm.cli import (
     Parser,
     add_engine_options,
@@ -27,12 +26,14 @@ from minivllm.cli import (
 )
 from minivllm.config import DEFAULT_MODEL, EngineConfig
 from minivllm.pooling.task import GENERATE
-from minivllm.serve import access
+from minivllm.serve import access, operate
 from minivllm.serve.tools import TOOL_PARSERS, choose
 
 if TYPE_CHECKING:
     from minivllm.engine.async_llm import AsyncLLM
     from minivllm.serve.tools import Choice
+
+logger = logging.getLogger("minivllm.serve")
 
 EXAMPLES = """examples:
   python -m minivllm.serve                                        the default model, on http://127.0.0.1:8000
@@ -48,11 +49,12 @@ then:
 
 def main(argv: Sequence[str], prog: str = "python -m minivllm serve") -> int:
     args = parser(prog).parse_args(argv)
-    options = lora_options(args, engine_options(args))
-    app_options, tls = access.app_options(args), access.tls_options(args)
+    logs.setup(args.log_format, args.log_level)
+    options = operate.engine_options(args, lora_options(args, engine_options(args)))
+    app_options, tls = access.app_options(args) | operate.app_options(args), access.tls_options(args)
     listener = bind(args.host, args.port)
     for warning in access.warnings(listener.getsockname()[0], app_options["api_keys"], bool(tls)):
-        print(f"warning: {warning}", file=sys.stderr)
+        logger.warning(warning)
     with listener:
         return serve(args, options, listener, app_options, tls)
 
@@ -65,6 +67,7 @@ def parser(prog: str) -> Parser:
     group.add_argument("--port", default=8000, type=int, help="0: any free one (8000)")
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests call it (--model)")
     access.add_options(parser.add_argument_group("access"))
+    operate.add_options(parser.add_argument_group("operation"))
     parsers = ("auto", *TOOL_PARSERS.names())
     group.add_argument(
         "--tool-call-parser",
@@ -83,10 +86,6 @@ def parser(prog: str) -> Parser:
         metavar="FOLDER",
         type=Path,
         help="let clients load and unload adapters of this folder: /v1/load_lora_adapter (off)",
-    )
-    levels = ("debug", "info", "warning", "error")
-    group.add_argument(
-        "--log-level", choices=levels, default="info", metavar="LEVEL", help=f"{', '.join(levels)} (info)"
     )
     add_engine_options(parser)
     return parser
@@ -153,9 +152,6 @@ def serve(
 ) -> int:
     """options: AsyncLLM's; app_options: create_app's; tls: Server's."""
     begin = time.perf_counter()
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
     for noisy in ("uvicorn.error", "asyncio", "httpx"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     model = options.get("model", DEFAULT_MODEL)

@@ -21,7 +21,7 @@ from minivllm.errors import BadRequest
 from minivllm.serve import chat, errors, generation, messages_protocol, protocol
 from minivllm.serve.chat import ChatShape
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
-from minivllm.serve.generation import Job, new_id
+from minivllm.serve.generation import Job, attach, new_id
 from minivllm.serve.messages_protocol import (
     AutoChoice,
     CountTokensRequest,
@@ -57,6 +57,7 @@ async def messages(request: Request) -> ASGIApp:
     with errors.renaming(NAMES):
         job, shape = await chat.prepare(as_chat(body), service)
     job.id = new_id("msg").replace("-", "_")
+    attach(job, request)
     if body.stream:
         return EventStream(events(job, shape), job.id, errors.message_event)
     return JSONAnswer(answer(job, shape), job.id)

@@ -18,7 +18,7 @@ from minivllm.errors import BadRequest
 from minivllm.serve import chat, errors, protocol
 from minivllm.serve.chat import ChatShape
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
-from minivllm.serve.generation import Job, Service
+from minivllm.serve.generation import Job, Service, attach
 from minivllm.serve.protocol import ChatDelta, ChatRequest, Message
 from minivllm.serve.responses_protocol import (
     AllowedChoice,
@@ -48,6 +48,7 @@ async def responses(request: Request) -> ASGIApp:
     body, service = protocol.parse(await read_body(request), ResponsesRequest), request.app.state.service
     service.check_model(body.model)
     writer = await prepare(body, service)
+    attach(writer.job, request)
     if body.stream:
         return EventStream(writer.events(), writer.job.id, writer.error)
     return JSONAnswer(writer.answer(), writer.job.id)
@@ -86,6 +87,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         tool_choice=as_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=as_response_format(body.text.format if body.text else None),
+        cache_salt=body.cache_salt,
     )
 
 

@@ -30,6 +30,7 @@ class Server(uvicorn.Server):
             http="h11",  # the only one with a limit on headers
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
+            access_log=False,  # serve/request_log.py
             timeout_graceful_shutdown=GRACE_SECONDS,
             server_header=False,
             **tls,

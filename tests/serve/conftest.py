@@ -52,6 +52,7 @@ class FakeEngine:
     model_name = "fake"
     task = "generate"
     is_running = True
+    stalled = None
     decisions = ()
     config = SimpleNamespace(model=SimpleNamespace(path="fake"), scheduler=SimpleNamespace(max_num_seqs=2))
 
