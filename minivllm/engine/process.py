@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
