@@ -7,7 +7,23 @@ and tiles come from the functions that launch, so that what is checked is what r
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from minivllm.kernels.triton import attention, cache, draw, norm, paged, sampling
+from minivllm.kernels.triton import (
+    attention,
+    cache,
+    draw,
+    experts,
+    gather,
+    inputs,
+    lora,
+    moe,
+    norm,
+    packed_product,
+    paged,
+    rejection,
+    sampling,
+    shrink_expand,
+    w4a16,
+)
 from minivllm.kernels.triton.tiles import Tile, decode_tile, prefill_tile
 
 ALIGNED = [["tt.divisibility", 16]]  # what the launcher finds out of pointers, and of strides
@@ -53,26 +69,58 @@ INT32 = ("rows", "seq_lens", "tables", "starts")
 def shipped() -> Iterator[Shipped]:
     for shape in SHAPES:
         yield from _attention(shape)
+    yield from _codes()
     yield from _cache()
     yield from _norms()
     yield from _sampling()
+    yield from _rejection()
+    yield from _lora()
+    yield from _w4a16()
+    yield from _moe()
+    yield from _inputs()
 
 
 def _attention(shape: Shape) -> Iterator[Shipped]:
-    group = shape.head.num_heads // shape.head.num_kv_heads
-    decode, prefill = (choose(group, shape.head.head_size, 2) for choose in (decode_tile, prefill_tile))
-    types = {name: f"*{shape.dtype}" for name in ("q", "k_cache", "v_cache", "out")} | {name: "*i32" for name in INT32}
-    types |= {name: "*fp32" for name in ("partial", "peaks", "norms")} | {"scale": "fp32", "cap": "fp32"}
-    types |= {name: "i32" for name in ("q_stride", "table_stride", "num_requests", "num_splits")}
+    decode, prefill = _tiles(shape.head)
+    types, nothing = _attention_types(shape), {"slopes": None, "sinks": None}
     for split in (False, True):
-        constants = paged.constants(shape.head, shape.page, decode, False) | {"SPLIT": split}
+        constants = paged.constants(shape.head, shape.page, decode, False) | {"SPLIT": split} | nothing
         name = f"decode{' split' * split}, {shape.model}"
         yield _shipped(name, attention.decode_kernel, types, constants, decode, matrix="small")
     joined = Tile(0, decode.block_n, 4, 3)
     constants = paged.join_constants(shape.head, decode)
     yield _shipped(f"join, {shape.model}", attention.join_kernel, types, constants, joined)
-    constants = paged.constants(shape.head, shape.page, prefill, False)
+    constants = paged.constants(shape.head, shape.page, prefill, False) | nothing
     yield _shipped(f"prefill, {shape.model}", attention.prefill_kernel, types, constants, prefill, matrix="large")
+
+
+def _tiles(head: paged.Head, itemsize: int = 2) -> tuple[Tile, Tile]:
+    shape = head.num_heads // head.num_kv_heads, head.head_size
+    return decode_tile(*shape, itemsize), prefill_tile(*shape, 2)
+
+
+def _attention_types(shape: Shape) -> dict[str, str]:
+    types = {name: f"*{shape.dtype}" for name in ("q", "k_cache", "v_cache", "out")} | {name: "*i32" for name in INT32}
+    types |= {name: "*fp32" for name in ("partial", "peaks", "norms", "slopes", "sinks")}
+    types |= {"scale": "fp32", "cap": "fp32"}
+    return types | {name: "i32" for name in ("q_stride", "table_stride", "num_requests", "num_splits")}
+
+
+def _codes() -> Iterator[Shipped]:
+    """Llama-3.1-8B over a cache in 8 bits; with slopes and sinks once, beside e4m3."""
+    shape = SHAPES[0]
+    decode, prefill = _tiles(shape.head, 1)
+    types = _attention_types(shape) | {"k_cache": "*i8", "v_cache": "*i8"}
+    for kind, codes in ((1, "int8"), (2, "e4m3, slopes and sinks")):
+        more = {} if kind == 2 else {"slopes": None, "sinks": None}
+        constants = paged.constants(shape.head, shape.page, decode, False, kind) | {"SPLIT": True} | more
+        yield _shipped(f"decode split, {codes}", attention.decode_kernel, types, constants, decode, matrix="small")
+        constants = paged.constants(shape.head, shape.page, prefill, False, kind) | more
+        yield _shipped(f"prefill, {codes}", attention.prefill_kernel, types, constants, prefill, matrix="large")
+        types_written = {name: "*bf16" for name in ("k", "v")} | {name: "*i8" for name in ("k_cache", "v_cache")}
+        types_written |= {"slots": "*i64", "k_stride": "i32", "v_stride": "i32"}
+        heads = {"KV_HEADS": 8, "HEADS_WIDTH": 8, "HEAD_SIZE": 128, "WIDTH": 128, "PAGE": 16, "KIND": kind}
+        yield Shipped(f"cache write, {codes[:4]}", cache.write_codes_kernel, types_written, heads, 4)
 
 
 def _shipped(name: str, kernel: Any, types: dict, constants: dict, tile: Tile, **more: Any) -> Shipped:
@@ -115,3 +163,82 @@ def _sampling() -> Iterator[Shipped]:
     types |= {"stride": "i32", "size": "i32"}
     # A thread reads 4 bytes at a time here: rows of any length are masked by it. They come from the cache.
     yield Shipped("cuts", sampling.find_cuts_kernel, types, {"LOOP": sampling.LOOP}, 8, wide_loads=False)
+
+
+def _rejection() -> Iterator[Shipped]:
+    types = {name: "*fp32" for name in ("probs", "draft_probs")}
+    types |= {name: "*i64" for name in ("draft_rows", "drafts", "seeds", "positions", "winners", "tokens")}
+    types |= {name: "*fp64" for name in ("masses", "times", "left")} | {"valid": "*i8"}
+    types |= {name: "i32" for name in ("stride", "draft_stride", "num_blocks", "num_draft_blocks", "num_chunks")}
+    constants = {"CHUNK": draw.CHUNK, "CHUNKS": 32, "BLOCK": sampling.BLOCK}
+    for name, kernel, num_warps, wide in (
+        ("masses of drafts", rejection.masses_kernel, 4, True),
+        ("race of the rest", rejection.race_rest_kernel, 8, True),
+        ("acceptance", rejection.accept_kernel, 2, False),  # single blocks of 64 tokens
+    ):
+        own, fixed = ({arg: known[arg] for arg in kernel.arg_names if arg in known} for known in (types, constants))
+        yield Shipped(name, kernel, own, fixed, num_warps, wide_loads=wide)
+
+
+def _lora() -> Iterator[Shipped]:
+    """qkv of Llama-3.1-8B: decodes, then prompts."""
+    sizes = lora.Sizes(n_in=4096, n_out=6144, rank=16, num_parts=3)
+    types = {name: "*bf16" for name in ("x", "a", "b", "y")} | {"hidden": "*fp32"}
+    types |= {name: "*i32" for name in ("tasks", "tokens", "parts")}
+    types |= {name: "i32" for name in ("x_stride", "y_stride", "num_places")}
+    for block_m in (16, 64):
+        for name, kernel in (("shrink", shrink_expand.shrink_kernel), ("expand", shrink_expand.expand_kernel)):
+            own = {arg: types[arg] for arg in kernel.arg_names if arg in types}
+            constants, matrix = getattr(sizes, name)(block_m, False), "small" if block_m == 16 else "large"
+            yield Shipped(f"lora {name}, {block_m} tokens", kernel, own, constants, 4, matrix=matrix)
+
+
+def _w4a16() -> Iterator[Shipped]:
+    """Of Llama-3.1-8B, decodes with shared groups and prompts."""
+    types = {"codes": "*u8", "x_stride": "i32", "num_tokens": "i32"}
+    types |= {name: "*fp16" for name in ("scales", "minima")} | {name: "*bf16" for name in ("x", "bias")}
+    for block_m, split in ((16, True), (64, False)):
+        constants = w4a16.constants(4096, 4096, False, split, block_m, False)
+        own = types | {"out": "*fp32" if split else "*bf16"}
+        matrix = "small" if block_m == 16 else "large"
+        yield Shipped(f"w4a16, {block_m} tokens", packed_product.w4a16_kernel, own, constants, 4, 4, matrix=matrix)
+    types = {"partial": "*fp32", "bias": "*bf16", "out": "*bf16", "num_splits": "i32"}
+    constants = {"N_OUT": 4096, "BIAS": False, "BLOCK": w4a16.BLOCK_ADD}
+    yield Shipped("sum of splits", packed_product.add_splits_kernel, types, constants, 4)
+
+
+def _moe() -> Iterator[Shipped]:
+    """Qwen3-30B-A3B: decodes, then prompts."""
+    hidden, size, top_k = 2048, 768, 8
+    sorts = {"ids": "*i64", "counts": "*i32", "num_pairs": "i32"}
+    # A thread reads one id at a time, masked by their number. They are few and come from the cache.
+    yield Shipped("pairs by expert", experts.count_kernel, sorts, {"BLOCK": moe.BLOCK}, 4, wide_loads=False)
+    tiles = {"pairs": "*i32", "tile_experts": "*i32"}
+    constants = moe.place_constants(128, 64)
+    types = sorts | tiles | {"num_tiles": "i32"}
+    yield Shipped("places of pairs", experts.place_kernel, types, constants, 4, wide_loads=False)
+    types = tiles | {name: "*bf16" for name in ("x", "w", "out")} | {"num_pairs": "i32", "x_stride": "i32"}
+    for block_m in (16, 64):
+        kind = {"kernel": experts.grouped_kernel, "num_warps": 4, "matrix": "small" if block_m == 16 else "large"}
+        constants = moe.product_constants(size, hidden, top_k, True, block_m, False) | {"weights": None}
+        yield Shipped(f"gate and up of experts, {block_m} rows", types=types, constants=constants, **kind)
+        constants = moe.product_constants(hidden, size, 1, False, block_m, False)
+        own = types | {"weights": "*fp32"}
+        yield Shipped(f"down of experts, {block_m} rows", types=own, constants=constants, **kind)
+    types, constants = {"parts": "*bf16", "out": "*bf16"}, {"SIZE": hidden, "TOP_K": top_k, "BLOCK": moe.BLOCK}
+    yield Shipped("sum over experts", experts.combine_kernel, types, constants, 4)
+
+
+def _inputs() -> Iterator[Shipped]:
+    types = {name: "*i32" for name in ("all_tokens", "all_tables", "query_start", "table", "out", "writes", "values")}
+    types |= {name: "*i64" for name in ("rows", "firsts", "token_ids", "positions", "slots")}
+    types |= {name: "i32" for name in ("num_requests", "padded_tokens", "spare_slot", "width")}
+    types |= {name: "i32" for name in ("token_stride", "table_stride", "out_stride")}
+    for name, kernel, constants, num_warps, wide in (  # what is gathered one by one, or begins anywhere, is not wide
+        ("gather tokens", inputs.gather_tokens_kernel, {"PAGE": 16, "BLOCK": gather.BLOCK}, 4, False),
+        ("gather rows", inputs.gather_rows_kernel, {"BLOCK": gather.BLOCK}, 4, True),
+        ("write rows", inputs.write_rows_kernel, {"BLOCK": 128}, 1, False),
+    ):
+        own = {arg: types[arg] for arg in kernel.arg_names if arg not in constants}
+        unaligned = () if wide else ("values", "token_stride", "table_stride")
+        yield Shipped(name, kernel, own, constants, num_warps, unaligned=unaligned, wide_loads=wide)
