@@ -84,6 +84,7 @@ INPUT_BUILDERS: Registry = Registry(
     {
         "rebuild": "minivllm.runner.inputs_rebuild:RebuildInputs",
         "persistent": "minivllm.runner.inputs_persistent:PersistentInputs",
+        "gather": "minivllm.runner.inputs_gather:GatherInputs",
     },
 )
 ATTENTION: Registry = Registry(
@@ -243,7 +244,8 @@ FEATURES: tuple[Feature, ...] = (
         "runner.inputs",
         INPUT_BUILDERS.names(),
         "persistent",
-        "how a step's tensors come to be: from scratch (V0), or by diffs to a persistent batch (V1)",
+        "how a step's tensors come to be: from scratch (V0), by diffs to a persistent batch (V1), or gathered from "
+        "rows that a step's changes were written to at once (vLLM's second runner)",
         chapter="11",
         workload="fixed",
         metric="host_ms",

@@ -21,7 +21,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "kv.prefix": st.sampled_from(("none", "hash", "radix")),
                 "kv.preemption": st.sampled_from(("recompute", "swap", "auto")),
                 "kv.fork": st.sampled_from(("share", "lookup")),
-                "runner.inputs": st.sampled_from(("rebuild", "persistent")),
+                "runner.inputs": st.sampled_from(("rebuild", "persistent", "gather")),
                 "debug.preempt_every": st.sampled_from((0, 3)),
                 # for the fake: no drafts, drafts, and drafts with lookahead
                 "spec_decode.method": st.sampled_from(("none", "ngram", "draft")),
