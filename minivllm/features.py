@@ -356,6 +356,17 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "overlap",
+        "engine.overlap",
+        (1, 2),
+        1,
+        "steps in flight: a step's tokens are known before the next one is planned, or the next one is planned by "
+        "counts while it runs (vLLM's asynchronous scheduling)",
+        chapter="17",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
         "lora",
         "lora.enabled",
         (False, True),
@@ -419,6 +430,15 @@ CONFLICTS: tuple[Conflict, ...] = (
             (("quantization", "int4"), "around packed weights"),
             (("lora", True), "around adapters"),
         )
+    ),
+    *(
+        Conflict(("overlap", 2), ("spec_decode", method), "how far a guess went is known only when its step has ended")
+        for method in PROPOSERS.names()
+        if method != "none"
+    ),
+    *(
+        Conflict(("overlap", 2), ("preemption", option), "a failed step takes the next one along, with blocks it moved")
+        for option in ("swap", "auto")
     ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(

@@ -18,11 +18,16 @@ logger = logging.getLogger("minivllm")
 
 
 class Reporter:
-    """An Observer that remembers the last step."""
+    """An Observer that writes down each step."""
 
     def __init__(self, core: EngineCore):
         self._core = core
-        self.report: Report | None = None
+        self._reports: list[Report] = []
+
+    def take(self) -> list[Report]:
+        """Those since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
 
     def on_start(self, config: dict[str, Any], info: dict[str, Any]) -> None: ...
     def on_add(self, req: EngineRequest, step: int) -> None: ...
@@ -31,7 +36,7 @@ class Reporter:
 
     def on_step(self, plan: StepPlan, out: StepOutput, deltas: list[Delta], times: dict[str, float]) -> None:
         joined = [join.req_id for join in plan.joins]
-        self.report = Report(deltas, self._core.stats, joined, plan.total_tokens, times)
+        self._reports.append(Report(deltas, self._core.stats, joined, plan.total_tokens, times))
 
 
 class StepLoop:
@@ -58,8 +63,8 @@ class StepLoop:
             while self._obey():
                 if not self._core.is_settled:
                     self._core.step()
-                    if self._reporter.report is not None:
-                        self._post(self._reporter.report)
+                    for report in self._reporter.take():
+                        self._post(report)
         except Exception as failure:
             logger.exception("the step loop has died")
             error = EngineDead(f"the step loop has died: {type(failure).__name__}: {failure}")
