@@ -135,7 +135,8 @@ class Side:
         if config.engine.core != "inproc":
             raise ConfigError(f"engine.core={config.engine.core} cannot be driven: steps are watched in this process")
         self.engine: Engine = build(config)
-        runner = getattr(getattr(self.engine.executor, "worker", None), "runner", None)
+        executor = getattr(self.engine.executor, "inner", self.engine.executor)  # of one in a thread of its own
+        runner = getattr(getattr(executor, "worker", None), "runner", None)
         prepare = None
         if hasattr(runner, "inputs"):
             prepare = runner.inputs = TimedInputs(runner.inputs)

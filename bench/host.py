@@ -1,4 +1,4 @@
-"""What a step costs on the host, apart from the model: schedule, prepare (both input builders), update, trace.
+"""What a step costs on the host, apart from the model: schedule, prepare (all input builders), update, trace.
 
 n requests decode, one token each a step, over a fake model that answers at once. What is left is the control plane and
 the input builder, as the engine runs them. The builders run in turns, in a fresh engine each time; what a repetition

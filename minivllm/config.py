@@ -87,6 +87,7 @@ class ExecutorConfig(Section):
 
 class EngineSection(Section):
     core: Literal["inproc", "process"] = "inproc"
+    overlap: int = 1  # steps in flight: 2 plans the next one while one runs
     restart: bool = True  # AsyncLLM and the server: start a process that has died again
     step_timeout: float = 300.0  # seconds after which a step that still runs is reported; 0: never
     log_format: Literal["text", "json"] = "text"  # of an engine core in a process of its own
@@ -279,6 +280,7 @@ def check_options(config: EngineConfig) -> None:
         ("scheduler.max_num_batched_tokens", 1, None),
         ("model.max_model_len", 2, None),
         ("executor.num_threads", 1, None),
+        ("engine.overlap", 1, 2),  # a third would only wait behind the second
         ("spec_decode.k", 1, 64),
         ("spec_decode.ngram_min", 1, config.spec_decode.ngram_max),
         ("spec_decode.suffix_tokens", 0, None),

@@ -84,6 +84,7 @@ INPUT_BUILDERS: Registry = Registry(
     {
         "rebuild": "minivllm.runner.inputs_rebuild:RebuildInputs",
         "persistent": "minivllm.runner.inputs_persistent:PersistentInputs",
+        "gather": "minivllm.runner.inputs_gather:GatherInputs",
     },
 )
 ATTENTION: Registry = Registry(
@@ -243,7 +244,8 @@ FEATURES: tuple[Feature, ...] = (
         "runner.inputs",
         INPUT_BUILDERS.names(),
         "persistent",
-        "how a step's tensors come to be: from scratch (V0), or by diffs to a persistent batch (V1)",
+        "how a step's tensors come to be: from scratch (V0), by diffs to a persistent batch (V1), or gathered from "
+        "rows that a step's changes were written to at once (vLLM's second runner)",
         chapter="11",
         workload="fixed",
         metric="host_ms",
@@ -354,6 +356,17 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "overlap",
+        "engine.overlap",
+        (1, 2),
+        1,
+        "steps in flight: a step's tokens are known before the next one is planned, or the next one is planned by "
+        "counts while it runs (vLLM's asynchronous scheduling)",
+        chapter="17",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
         "lora",
         "lora.enabled",
         (False, True),
@@ -408,6 +421,15 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(("forward", forward), ("compile", option), "only runner.forward=piecewise has pieces to compile")
         for forward in ("auto", "eager", "fused")
         for option in ("background", "wait")
+    ),
+    *(
+        Conflict(("overlap", 2), ("spec_decode", method), "how far a guess went is known only when its step has ended")
+        for method in PROPOSERS.names()
+        if method != "none"
+    ),
+    *(
+        Conflict(("overlap", 2), ("preemption", option), "a failed step takes the next one along, with blocks it moved")
+        for option in ("swap", "auto")
     ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
     *(

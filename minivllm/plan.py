@@ -83,6 +83,7 @@ class StepOutput:
     prompt_logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # requests that this step ended, each with what went wrong
     drafts: dict[str, list[int]] = field(default_factory=dict)  # guesses of what follows `tokens`, for the next plan
+    is_lost: bool = False  # a step before it failed while this one was in flight: nothing of it counts
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):

@@ -3,6 +3,13 @@
 `num_computed_tokens` is the only progress variable: there is no stored phase. A request with computed < num_tokens - 1
 is being prefilled, one with computed == num_tokens - 1 is decoding, and preemption is computed = 0. (vLLM V1,
 `v1/core/sched/scheduler.py`, the note on its scheduling algorithm.)
+
+While steps are in flight (planned, their output not known yet) `num_in_flight` says how far they will bring it:
+
+    | num_computed_tokens | num_in_flight |  where the next plan goes on
+    | K and V are there   | on their way  |
+
+The last of these may be a token that nobody has seen: it is being sampled, and its place is all that a plan needs.
 """
 
 from __future__ import annotations
@@ -223,6 +230,7 @@ class Request:
     group: str = ""
     beam: BeamSearchParams | None = None
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache
+    num_in_flight: int = 0  # tokens behind them whose K and V steps in flight compute; 0 between synchronous steps
     num_cached_tokens: int = 0  # of these, how many the prefix cache gave at the first admission
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose log-probabilities have been reported
@@ -248,6 +256,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Those that are known, and those that steps in flight sample."""
+        return max(len(self.token_ids), self.num_computed_tokens + self.num_in_flight + 1)
 
     @property
     def num_output_tokens(self) -> int:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build_kv, build_scheduler
 from minivllm.engine.core import EngineCore
-from minivllm.executor.uni import UniExecutor
 from minivllm.features import INPUT_BUILDERS
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
@@ -149,10 +150,59 @@ class FakeWorker:
         return tokens.tolist(), positions.tolist(), adapters.tolist()
 
 
-class FakeEngine:
-    """The real control plane of a configuration over the fake model."""
+class LateFuture(Future):
+    """Whoever waits for it is what makes its step run."""
 
-    def __init__(self, num_blocks: int = 1000, max_model_len: int | None = None, **overrides):
+    def __init__(self, stream: LateStream):
+        super().__init__()
+        self._stream = stream
+
+    def result(self, timeout: float | None = None) -> StepOutput:
+        while not self.done():
+            self._stream.run_one()
+        return super().result()
+
+
+class LateStream:
+    """An executor as unkind as a device's stream may be: a plan runs behind those before it, as late as anybody can
+    wait, or by chance (with a seed) earlier. So whatever the control plane changes of a plan that is in flight, or
+    takes for done, turns into a wrong token."""
+
+    def __init__(self, worker: FakeWorker, seed: int | None = None):
+        self.worker = worker
+        self._chance = None if seed is None else random.Random(seed)
+        self._queue: deque[tuple[StepPlan, LateFuture]] = deque()
+
+    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+        future = LateFuture(self)
+        self._queue.append((plan, future))
+        while self._queue and self._chance and self._chance.random() < 0.4:
+            self.run_one()
+        return future
+
+    def run_one(self) -> None:
+        plan, future = self._queue.popleft()
+        try:
+            future.set_result(self.worker.execute(plan))
+        except Exception as error:
+            future.set_exception(error)
+
+    def shutdown(self) -> None:
+        self._queue.clear()
+
+
+class FakeEngine:
+    """The real control plane of a configuration over the fake model. Its steps run as late as they can."""
+
+    def __init__(
+        self,
+        num_blocks: int = 1000,
+        max_model_len: int | None = None,
+        overlap: int | None = None,
+        stream_seed: int | None = None,
+        **overrides,
+    ):
+        """overlap: instead of the configuration's, which has a bound. stream_seed: of LateStream."""
         overrides = {"kv.num_blocks": num_blocks, "kv.block_size": 4, "debug.check": True, **overrides}
         self.config = config = EngineConfig.build("v1", overrides)
         max_model_len = max_model_len or min(num_blocks * config.kv.block_size, 512)
@@ -170,7 +220,9 @@ class FakeEngine:
         max_loras = config.lora.max_loras if config.lora.enabled else 0
         self.worker = FakeWorker(sizes, config.runner.inputs, num_drafts, max_loras)
         self.now = 0.0
-        self.core = EngineCore(scheduler, UniExecutor(lambda: self.worker), clock=lambda: self.now, check=True)
+        stream = LateStream(self.worker, stream_seed)
+        overlap = overlap or config.engine.overlap
+        self.core = EngineCore(scheduler, stream, clock=lambda: self.now, check=True, overlap=overlap)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
 

@@ -18,6 +18,7 @@ from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
 from minivllm.engine.vocabulary import load_vocabulary
 from minivllm.errors import ConfigError
+from minivllm.executor.background import BackgroundExecutor
 from minivllm.kv.base import KVManager
 from minivllm.kv.contiguous import ContiguousKVManager, Reservation, reserve_max, reserve_oracle, reserve_pow2
 from minivllm.kv.manager import PagedKVManager
@@ -79,7 +80,8 @@ class Engine:
 def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
     """Load the model, size the KV pool, wire the parts. Raises UserError for what the caller can mend."""
     refuse_pooling(config)
-    executor = features.EXECUTORS.get(config.executor.kind)(partial(build_worker, config))
+    make_executor = partial(features.EXECUTORS.get(config.executor.kind), partial(build_worker, config))
+    executor = BackgroundExecutor(make_executor) if config.engine.overlap > 1 else make_executor()
     facts = executor.call("facts")[0]
     costs = executor.call("measure_costs")[0] if config.kv.preemption == "auto" else None
     kv = build_kv(config, facts.num_blocks, facts.max_model_len, facts.num_host_blocks, costs)
@@ -102,7 +104,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         scheduler = AdapterUse(scheduler, adapters)
         for name, path in config.lora.adapters.items():
             adapters.load(name, path)
-    core = EngineCore(scheduler, executor, observers, check=config.debug.check)
+    core = EngineCore(scheduler, executor, observers, check=config.debug.check, overlap=config.engine.overlap)
     for observer in observers:
         observer.on_start(config.flat(), facts.info)
     return Engine(

@@ -1,10 +1,21 @@
-"""EngineCore: the step loop. Requests of tokens in, deltas of tokens out; it knows no text, no sockets, no model."""
+"""EngineCore: the step loop. Requests of tokens in, deltas of tokens out; it knows no text, no sockets, no model.
+
+A step that was submitted is in flight until its output has been taken in. With overlap=1 that is at once: the
+synchronous engine. With overlap=2 step n + 1 is planned and submitted while n runs, and n's output is processed while
+n + 1 runs, so that whoever executes never waits for whoever plans (vLLM's asynchronous scheduling, SGLang's overlap
+scheduler):
+
+    executor    | step 0 | step 1 | step 2 | ...
+    this loop   |plan 1  |take 0, plan 2|take 1, plan 3| ...
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,25 +87,29 @@ class EngineCore:
         observers: Sequence[Observer] = (),
         clock: Callable[[], float] = time.monotonic,
         check: bool = False,
+        overlap: int = 1,
     ):
+        """overlap: how many steps may be in flight; 1: a step's output is known before the next one is planned."""
         self.scheduler = scheduler
         self.executor = executor
         self.observers = list(observers)
         self.clock = clock
         self.check = check
+        self.overlap = overlap
         self.stats = EngineStats()
         self.plan: StepPlan | None = None  # the newest
         self._live: set[str] = set()  # order never matters: only asked whether it is empty or holds an id
+        self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._num_idle = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live)
+        return bool(self._live or self._in_flight)
 
     @property
     def is_settled(self) -> bool:
         """No work, and a plan has said so since: the workers have dropped every row and the gauges show it."""
-        return not (self._live or self.stats.num_running or self.stats.num_waiting)
+        return not (self.has_work or self.stats.num_running or self.stats.num_waiting)
 
     def add(self, er: EngineRequest) -> None:
         """Raises BadRequest (NeverFits) and takes nothing, if the request can never run."""
@@ -102,7 +117,7 @@ class EngineCore:
         self._live.add(er.id)
         self.stats.prompt_tokens += len(er.prompt_token_ids)
         for observer in self.observers:
-            observer.on_add(er, self.stats.num_steps)
+            observer.on_add(er, self.stats.num_steps + len(self._in_flight))
 
     def abort(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
@@ -113,18 +128,40 @@ class EngineCore:
                     observer.on_abort(req_id)
 
     def step(self) -> list[Delta]:
-        """Schedule, execute, update: one batch of tokens."""
+        """Schedule, submit, update: one batch of tokens. [] while the first steps of an overlap are on their way."""
         begin = time.perf_counter()
         plan = self.plan = self.scheduler.schedule(self.clock())
         planned = time.perf_counter()
-        try:
-            out = self.executor.submit(plan).result()
-        except Exception as error:
-            out = _failed(plan, error)
-        executed = time.perf_counter()
-        deltas = self.scheduler.update(plan, out)
-        self._observe(plan, out, deltas, begin, planned, executed)
+        self._in_flight.append((plan, self._submit(plan)))
+        deltas: list[Delta] = []
+        while len(self._in_flight) >= self.overlap or (self._in_flight and not plan.num_tokens):
+            for landed, out in self._land():
+                executed = time.perf_counter()
+                new = self.scheduler.update(landed, out)
+                self._observe(landed, out, new, begin, planned, executed)
+                deltas += new
+                begin = planned = time.perf_counter()
         return deltas
+
+    def _submit(self, plan: StepPlan) -> Future[StepOutput]:
+        try:
+            return self.executor.submit(plan)
+        except Exception as error:
+            refused: Future[StepOutput] = Future()
+            refused.set_exception(error)
+            return refused
+
+    def _land(self) -> list[tuple[StepPlan, StepOutput]]:
+        """Wait for the oldest step. If it failed, those in flight behind it go with it: they built on it."""
+        plan, future = self._in_flight[0]
+        try:
+            landed = [(plan, future.result())]
+        except Exception as error:
+            behind = list(self._in_flight)[1:]
+            landed = [(plan, _failed(plan, error)), *((later, StepOutput(is_lost=True)) for later, _ in behind)]
+        for _ in landed:
+            self._in_flight.popleft()
+        return landed
 
     def shutdown(self) -> None:
         self.executor.shutdown()
@@ -132,6 +169,8 @@ class EngineCore:
             observer.close()
 
     def _observe(self, plan: StepPlan, out: StepOutput, deltas: list[Delta], begin, planned, executed) -> None:
+        """The times are this loop's, back to back: with an overlap `schedule` is what planning a later step took
+        meanwhile, and `execute` how long the loop waited."""
         self._live.difference_update(delta.req_id for delta in deltas if delta.finish_reason is not None)
         self._num_idle = 0 if plan.num_tokens else self._num_idle + 1
         if self._num_idle > MAX_IDLE_STEPS and self._live:

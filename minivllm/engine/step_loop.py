@@ -31,11 +31,16 @@ logger = logging.getLogger("minivllm")
 
 
 class Reporter:
-    """An Observer that remembers the last step."""
+    """An Observer that writes down each step."""
 
     def __init__(self, core: EngineCore):
         self._core = core
-        self.report: Report | None = None
+        self._reports: list[Report] = []
+
+    def take(self) -> list[Report]:
+        """Those since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
 
     def on_start(self, config: dict[str, Any], info: dict[str, Any]) -> None: ...
     def on_add(self, req: EngineRequest, step: int) -> None: ...
@@ -44,7 +49,7 @@ class Reporter:
 
     def on_step(self, plan: StepPlan, out: StepOutput, deltas: list[Delta], times: dict[str, float]) -> None:
         joined = [join.req_id for join in plan.joins]
-        self.report = Report(deltas, self._core.stats, joined, plan.total_tokens, times)
+        self._reports.append(Report(deltas, self._core.stats, joined, plan.total_tokens, times))
 
 
 class StepLoop:
@@ -76,8 +81,8 @@ class StepLoop:
                     self._watchdog.begin()
                     self._core.step()
                     self._watchdog.end()
-                    if self._reporter.report is not None:
-                        self._post(self._reporter.report)
+                    for report in self._reporter.take():
+                        self._post(report)
         except Exception as failure:
             logger.exception("the step loop has died")
             error = EngineDead(f"the step loop has died: {type(failure).__name__}: {failure}")

@@ -133,7 +133,8 @@ class ContiguousKVManager:
         so whoever drafts must not draft beyond max_tokens."""
         run = self.runs.get(req.id)
         num_blocks = run.num_blocks if run else self._num_reserved(req)
-        if req.num_computed_tokens + new_tokens + lookahead > num_blocks * self.block_size:
+        planned = req.num_computed_tokens + req.num_in_flight
+        if planned + new_tokens + lookahead > num_blocks * self.block_size:
             return None
         if run:
             return ()

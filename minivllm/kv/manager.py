@@ -1,7 +1,8 @@
 """PagedKVManager: block tables that grow on demand, share what is equal and give everything back.
 
 A request holds ceil(tokens / block_size) blocks and no more, so it wastes less than one block (the PagedAttention
-paper, Kwon et al. 2023, section 4). For a request with num_computed = c and n tokens in this step:
+paper, Kwon et al. 2023, section 4). For a request with c tokens computed, or to be by steps in flight, and n tokens in
+this step:
 
     | found by lookup() | computed earlier |  n new  | lookahead |
     0                                      c       c+n          the table covers this far, rounded up to a block
@@ -83,7 +84,8 @@ class PagedKVManager:
         table = self.tables.get(req.id)
         if table is None:
             return self._admit(req, new_tokens + lookahead)
-        missing = self._blocks_for(req.num_computed_tokens + new_tokens + lookahead) - len(table.blocks)
+        planned = req.num_computed_tokens + req.num_in_flight
+        missing = self._blocks_for(planned + new_tokens + lookahead) - len(table.blocks)
         if missing <= 0:
             return ()
         if missing > self.pool.num_free:

@@ -49,6 +49,39 @@ class InputBuilder(Protocol):
         ...
 
 
+class Samples(NamedTuple):
+    """The columns of InputBatch that say what is sampled."""
+
+    tokens: np.ndarray  # [S] int64
+    requests: np.ndarray  # [S] int64
+    drafts: np.ndarray  # [S] int64
+
+
+def find_samples(
+    num_known: np.ndarray, num_new: np.ndarray, seq_lens: np.ndarray, query_start: np.ndarray, token_ids: np.ndarray
+) -> Samples:
+    """A request's tokens from its last known one on. num_known, num_new, seq_lens [R]; query_start [R + 1]; token_ids
+    [padded T]."""
+    num_samples = np.minimum(seq_lens - num_known + 1, num_new)
+    requests = np.flatnonzero(num_samples > 0)
+    num_samples = num_samples[requests]
+    ends = query_start[1:][requests].astype(np.int64)
+    if len(requests) == num_samples.sum():
+        return Samples(ends - 1, requests, np.full(len(requests), -1, np.int64))
+    behind = np.cumsum(num_samples)
+    tokens = np.arange(behind[-1]) + np.repeat(ends - behind, num_samples)
+    drafts = token_ids[np.minimum(tokens + 1, len(token_ids) - 1)]
+    drafts[behind - 1] = -1
+    return Samples(tokens, np.repeat(requests, num_samples), drafts)
+
+
+def places_of(requests: np.ndarray) -> np.ndarray | int:
+    """requests [N], ascending -> [N], or 0 for all: how many equal ones come before."""
+    if len(requests) > 1 and (requests[1:] == requests[:-1]).any():
+        return np.arange(len(requests)) - np.searchsorted(requests, requests)
+    return 0
+
+
 class Rows:
     """Request id -> permanent row of a worker's per-request state. A row that is left is the last to be given out
     again, so that nothing still reading it (a copy in flight) sees it change."""

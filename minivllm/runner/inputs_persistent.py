@@ -17,7 +17,7 @@ import numpy as np
 
 from minivllm.plan import StepPlan
 from minivllm.runner.batch import InputBatch
-from minivllm.runner.inputs import BatchKey, InputSizes
+from minivllm.runner.inputs import BatchKey, InputSizes, find_samples, places_of
 
 
 class PersistentInputs:
@@ -80,7 +80,7 @@ class PersistentInputs:
         slot_mapping[:num_tokens] += at % block_size
         slot_mapping[num_tokens:] = self.sizes.spare_block * block_size
         max_seq = int(seq_lens.max())
-        sample_tokens, sample_requests, draft_tokens = self._samples(rows, num_new, seq_lens, query_start, token_ids)
+        samples = find_samples(self.num_tokens[rows], num_new, seq_lens, query_start, token_ids)
         return InputBatch(
             req_ids=req_ids,
             rows=rows,
@@ -90,40 +90,17 @@ class PersistentInputs:
             query_start=query_start,
             seq_lens=seq_lens.astype(np.int32),
             block_tables=self.block_tables[rows, : -(-max_seq // block_size)],
-            sample_tokens=sample_tokens,
-            sample_requests=sample_requests,
-            draft_tokens=draft_tokens,
+            sample_tokens=samples.tokens,
+            sample_requests=samples.requests,
+            draft_tokens=samples.drafts,
             num_tokens=num_tokens,
             max_query=int(num_new.max()),
             max_seq=max_seq,
         )
 
-    def _samples(
-        self,
-        rows: np.ndarray,
-        num_new: np.ndarray,
-        seq_lens: np.ndarray,
-        query_start: np.ndarray,
-        token_ids: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """sample_tokens, sample_requests and draft_tokens: a request's tokens from its last known one on."""
-        num_samples = np.minimum(seq_lens - self.num_tokens[rows] + 1, num_new)
-        requests = np.flatnonzero(num_samples > 0)
-        num_samples = num_samples[requests]
-        ends = query_start[1:][requests].astype(np.int64)
-        if len(requests) == num_samples.sum():
-            return ends - 1, requests, np.full(len(requests), -1, np.int64)
-        behind = np.cumsum(num_samples)
-        samples = np.arange(behind[-1]) + np.repeat(ends - behind, num_samples)
-        drafts = token_ids[np.minimum(samples + 1, len(token_ids) - 1)]
-        drafts[behind - 1] = -1
-        return samples, np.repeat(requests, num_samples), drafts
-
     def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:
         rows = batch.rows[requests]
-        at = self.num_tokens[rows]
-        if len(requests) > 1 and (requests[1:] == requests[:-1]).any():
-            at += np.arange(len(requests)) - np.searchsorted(requests, requests)  # its place among its request's own
+        at = self.num_tokens[rows] + places_of(requests)
         # A request's very last token is never fed back and may lie past the longest length: it has no place here.
         fits = at < self.sizes.max_model_len
         self.token_ids[rows[fits], at[fits]] = tokens[fits]

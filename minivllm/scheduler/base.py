@@ -5,12 +5,18 @@ or a token's meaning, and two runs over the same calls make the same plans.
 
     add -> waiting --schedule()--> running --update()--> finished
               ^------ preempt ------'                    abort() leaves from either list
+
+schedule() may be called again before update() has taken in what the plans before gave (engine/core.py says how often).
+It then counts on what is in flight: each request goes on where its last plan will have brought it, behind a token that
+is perhaps not known yet, up to its longest length. Only update() makes tokens and K and V out of these counts, so that
+nothing of a step in flight is ever reported or published. What a request's end shows to have been too much, and what a
+request that is preempted or aborted had in flight, is dropped when it lands; preempted, it computes that again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -42,10 +48,13 @@ class Scheduler(Protocol):
         """Forget the request, wherever it is. An unknown id is no error: it may have finished a moment ago."""
         ...
 
-    def schedule(self, now: float) -> StepPlan: ...
+    def schedule(self, now: float) -> StepPlan:
+        """The next step. Plans that update() has not seen are in flight, and are counted on."""
+        ...
 
     def update(self, plan: StepPlan, out: StepOutput) -> list[Delta]:
-        """Take in what the step produced. The only writer of num_computed_tokens, except for preemption's reset."""
+        """Take in what the step produced; plans in their order. The only writer of num_computed_tokens, except for
+        preemption's reset."""
         ...
 
     def check(self) -> None: ...
@@ -74,6 +83,8 @@ class SchedulerBase:
         self.waiting: list[Request] = []  # in reverse service order: the next one is at the end
         self._leaves: list[str] = []  # rows that the workers may drop
         self._joins: dict[str, tuple[Join, list[int]]] = {}  # forked since the last plan: who, and its blocks
+        self._in_flight: dict[int, StepPlan] = {}  # by step: plans that update() has not seen yet
+        self._dropped: dict[int, set[str]] = {}  # by step in flight: requests that want nothing of it any more
         self._num_added = 0
         self._num_steps = 0
 
@@ -101,6 +112,7 @@ class SchedulerBase:
 
     def _retire(self, req: Request) -> None:
         """The end of a request that has left `running`."""
+        self._drop_in_flight(req)
         self.kv.free(req)
         self._leave(req)
         del self.requests[req.id]
@@ -167,6 +179,7 @@ class SchedulerBase:
         """Take a running request's blocks away. It goes back to its place in the queue."""
         removed = _remove(self.running, req)
         assert removed, f"{req.id} is not running"
+        self._drop_in_flight(req)
         self.kv.free(req, keep=req.id not in self._joins)  # of a fork there is no KV yet, only a copy to be made
         self._leave(req)
         req.num_computed_tokens = 0
@@ -174,13 +187,25 @@ class SchedulerBase:
         req.num_preemptions += 1
         self._enqueue(req)
 
+    def _drop_in_flight(self, req: Request) -> None:
+        if req.num_in_flight:
+            req.num_in_flight = 0
+            for step, plan in self._in_flight.items():
+                if req.id in plan.num_tokens:
+                    self._dropped.setdefault(step, set()).add(req.id)
+
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         running, allocate, lookahead, drafts = self.running, self.kv.allocate, self.lookahead, plan.drafts
         i = 0
         while budget and i < len(running):  # preemption shortens the list at its end
             req = running[i]
-            start = req.num_computed_tokens
+            start = req.num_computed_tokens + req.num_in_flight
             new_tokens = min(len(req.token_ids) - start, budget)
+            if new_tokens <= 0:  # all that is known is planned: what comes next is being sampled
+                if start >= req.num_final_slots(self.limits.max_model_len):
+                    i += 1
+                    continue  # and is the last one
+                new_tokens = 1
             blocks = None
             if req.drafts or lookahead:  # drafts leave every other running request a token of the budget
                 blocks = self._allocate_ahead(plan, req, new_tokens, budget - (len(running) - i - 1))
@@ -194,6 +219,7 @@ class SchedulerBase:
                 new_tokens += len(drafts.get(req.id, ()))
             plan.num_tokens[req.id] = new_tokens
             plan.start[req.id] = start
+            req.num_in_flight += new_tokens
             if blocks:
                 plan.new_blocks[req.id] = list(blocks)
             budget -= new_tokens
@@ -256,6 +282,7 @@ class SchedulerBase:
         plan.joins.append(_join(req))
         plan.num_tokens[req.id] = new_tokens
         plan.start[req.id] = num_found
+        req.num_in_flight = num_found + new_tokens  # what was found is taken for computed by update() too
         plan.new_blocks[req.id] = list(blocks)
         return True
 
@@ -277,6 +304,7 @@ class SchedulerBase:
         assert total <= limits.max_num_batched_tokens, "the step's token budget is exceeded"
         assert len(self.running) <= limits.max_num_seqs, "more requests run than may"
         assert plan.num_tokens.keys() == plan.start.keys()
+        self._in_flight[plan.step] = plan
         return plan
 
     # --- after the step
@@ -285,17 +313,24 @@ class SchedulerBase:
         deltas: list[Delta] = []
         finished: list[Request] = []
         requests, start, kv, speculates = self.requests, plan.start, self.kv, bool(plan.drafts or out.drafts)
+        self._in_flight.pop(plan.step)
+        dropped = self._dropped.pop(plan.step, ())
+        if out.is_lost:
+            self._take_back(plan, dropped)
+            return deltas
         if out.errors and len(out.errors) == len(plan.num_tokens):
             self._leaves += plan.leaves  # nothing ran: perhaps nobody has heard of them, and leaving twice is harmless
         for req_id, num_new in plan.num_tokens.items():
-            req = requests.get(req_id)
-            if req is None:
-                continue  # aborted while the step ran
+            if req_id in dropped:
+                continue
+            req = requests[req_id]
             if req_id in out.errors:  # before commit: what it computed is not to be shared
                 deltas.append(Delta(req_id, [], finish_reason="error", error=out.errors[req_id]))
                 finished.append(req)
                 continue
-            req.num_computed_tokens = start[req_id] + num_new
+            end = start[req_id] + num_new
+            req.num_in_flight -= end - req.num_computed_tokens
+            req.num_computed_tokens = end
             tokens = out.tokens.get(req_id)
             if speculates:
                 self._settle_drafts(plan, req, tokens)
@@ -316,6 +351,14 @@ class SchedulerBase:
             for req in finished:
                 self._retire(req)
         return deltas
+
+    def _take_back(self, plan: StepPlan, dropped: Collection[str]) -> None:
+        """A plan that ran behind one that failed, so perhaps without what that one should have left: its requests
+        compute again what they have."""
+        self._leaves += plan.leaves
+        for req_id in dict.fromkeys([*plan.num_tokens, *(join.req_id for join in plan.joins)]):
+            if req_id in self.requests and req_id not in dropped:
+                self.preempt(self.requests[req_id])
 
     def _take_tokens(self, req: Request, tokens: list[int], out: StepOutput) -> Delta:
         """Append what was sampled, up to and including a token that ends the request."""
@@ -372,8 +415,14 @@ class SchedulerBase:
         assert {r.id for r in (*self.running, *self.waiting)} == self.requests.keys()
         for req in self.running:
             assert 0 <= req.num_computed_tokens < req.num_tokens <= self.limits.max_model_len
+            ends = [
+                plan.start[req.id] + plan.num_tokens[req.id]
+                for step, plan in self._in_flight.items()
+                if req.id in plan.num_tokens and req.id not in self._dropped.get(step, ())
+            ]
+            assert req.num_computed_tokens + req.num_in_flight == max([req.num_computed_tokens, *ends])
             assert not req.drafts or req.num_tokens + len(req.drafts) < self.limits.max_model_len
-        assert all(req.num_computed_tokens == 0 and not req.drafts for req in self.waiting)
+        assert all(req.num_computed_tokens == req.num_in_flight == 0 and not req.drafts for req in self.waiting)
         if not self.running:
             assert self.kv.usage.num_free == self.kv.usage.num_total, "blocks in use though no request runs"
 

@@ -32,7 +32,7 @@ class PhasedScheduler(SchedulerBase):
         for req in reversed(self.waiting.copy()):
             if len(self.running) == self.limits.max_num_seqs:
                 break
-            if self._prompt_is_being_computed(req, plan):
+            if self._prompt_is_being_computed(req):
                 continue  # it will fork its group's first sequence in the next step
             num_found = self._find(req)
             new_tokens = req.num_tokens - num_found
@@ -51,9 +51,11 @@ class PhasedScheduler(SchedulerBase):
                 break
             budget -= 1
 
-    def _prompt_is_being_computed(self, req: Request, plan: StepPlan) -> bool:
+    def _prompt_is_being_computed(self, req: Request) -> bool:
+        """In this plan, or in one that is in flight."""
         relatives = (r for r in self.running if req.group and r.group == req.group)
-        return req.num_output_tokens == 0 and any(r.id in plan.num_tokens for r in relatives)
+        computing = (r for r in relatives if r.num_in_flight and r.num_computed_tokens < r.num_prompt_tokens)
+        return req.num_output_tokens == 0 and any(computing)
 
     def _find(self, req: Request) -> int:
         """What req need not compute: its own KV on the host, its group's prompt, or an equal prefix."""

@@ -67,6 +67,7 @@ class StaticScheduler(SchedulerBase):
         return super()._make_room(plan, req, new_tokens)
 
     def _retire(self, req: Request) -> None:
+        self._drop_in_flight(req)
         self._held.append(req)
         del self.requests[req.id]
         if not self.running:

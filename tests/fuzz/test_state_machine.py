@@ -21,14 +21,17 @@ class EngineMachine(RuleBasedStateMachine):
                 "kv.prefix": st.sampled_from(("none", "hash", "radix")),
                 "kv.preemption": st.sampled_from(("recompute", "swap", "auto")),
                 "kv.fork": st.sampled_from(("share", "lookup")),
-                "runner.inputs": st.sampled_from(("rebuild", "persistent")),
+                "runner.inputs": st.sampled_from(("rebuild", "persistent", "gather")),
                 "debug.preempt_every": st.sampled_from((0, 3)),
+                "engine.overlap": st.sampled_from((1, 1, 2)),
                 # for the fake: no drafts, drafts, and drafts with lookahead
                 "spec_decode.method": st.sampled_from(("none", "ngram", "draft")),
             }
         ),
     )
     def start(self, num_blocks, kind, budget, options):
+        if options["engine.overlap"] > 1:
+            options |= {"kv.preemption": "recompute", "spec_decode.method": "none"}
         self.engine = FakeEngine(
             num_blocks,
             max_model_len=40,

@@ -85,6 +85,15 @@ def test_who_is_still_being_prefilled_counts_with_all_that_it_will_hold():
     assert peak.peak(new, 3, [part]) == 39 + 6
 
 
+def test_a_token_in_flight_counts_as_if_it_were_there():
+    peak = PredictedPeak(block_size=1, max_model_len=LONGEST)
+    new = Request("n", SamplingParams(max_tokens=10), [0] * 10, 10)
+    for num_known in (1, 5, 9):
+        ahead = running(20, num_known, 10)
+        ahead.num_in_flight = 1
+        assert peak.peak(new, 10, [ahead]) == peak.peak(new, 10, [running(20, min(num_known + 1, 9), 10)])
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("budget", [7, 64, 512])

@@ -46,6 +46,15 @@ def test_a_new_prompt_stalls_running_requests_where_v1_does_not():
     assert stalls == {"phased": 6, "unified": 0}
 
 
+def test_a_group_forks_a_prompt_that_was_in_flight_when_it_asked():
+    engine = Watched(**{"engine.overlap": 2})
+    for i in range(3):
+        params = engine.add(f"g#{i}", [5] * 10, group="g", max_tokens=6, min_tokens=6)
+    assert set(map(tuple, engine.run().values())) == {tuple(oracle([5] * 10, params))}
+    assert sum(plan.total_tokens for plan in engine.plans) == 10 + 1 + 1 + 3 * 5  # and no prompt twice
+    assert sum(len(plan.copies) for plan in engine.plans) == 2
+
+
 def test_a_group_computes_its_prompt_once_and_forks_it():
     engine = Watched()
     prompt = [5] * 10

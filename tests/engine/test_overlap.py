@@ -1,0 +1,241 @@
+"""Steps in flight change timing, never output: with an overlap the tokens are those of the synchronous engine, whatever
+ends, fails, is preempted or aborted meanwhile."""
+
+import asyncio
+import threading
+
+import pytest
+from conformance.test_fake_model import workload
+from fakes import EOS, FakeEngine, next_token, oracle
+
+from minivllm import LLM, AsyncLLM, SamplingParams
+from minivllm.engine.core import EngineCore
+from minivllm.errors import ConfigError, ModelError
+from minivllm.executor.background import BackgroundExecutor
+from minivllm.executor.uni import UniExecutor
+from minivllm.request import BeamSearchParams
+
+TINY = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.block_size": 8, "executor.num_threads": 1}
+
+
+def watch_publishing(engine: FakeEngine) -> list[int]:
+    """From now on every block that a request has published must hold, in the fake model's KV, the request's own tokens.
+    Returns a list that gets a number for each commit: how many were looked at."""
+    commit, looked_at = engine.kv.commit, []
+
+    def watched(req):
+        commit(req)
+        size, table = engine.kv.block_size, engine.kv.tables[req.id]
+        for i, block in enumerate(table.blocks[: table.num_published]):
+            held = engine.worker.kv[0, block * size : (block + 1) * size].tolist()
+            assert held == req.token_ids[i * size : (i + 1) * size], f"{req.id} has published what is not there"
+        looked_at.append(table.num_published)
+
+    engine.kv.commit = watched
+    return looked_at
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("overlap", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"debug.preempt_every": 3, "scheduler.max_num_batched_tokens": 9, "kv.prefix": "radix"},
+        {"debug.evict_all": True, "runner.inputs": "gather", "scheduler.policy": "priority"},
+        {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.fork": "share"},
+        {"scheduler.kind": "static", "scheduler.chunked_prefill": False, "scheduler.max_num_seqs": 5},
+    ],
+    ids=["v1", "preempt", "evict", "v0", "static"],
+)
+def test_an_overlap_changes_no_token_and_keeps_no_block(options, overlap, seed):
+    for num_blocks in (20, 300):
+        engine = FakeEngine(num_blocks, max_model_len=80, overlap=overlap, stream_seed=seed, **options)
+        looked_at = watch_publishing(engine)
+        wanted = workload(engine, seed)
+        assert {req_id: engine.tokens[req_id] for req_id in wanted} == wanted
+        assert engine.kv.usage.num_free == num_blocks and max(looked_at) > 0
+        engine.core.step()
+        assert not engine.worker.rows.of and not engine.scheduler._in_flight and not engine.scheduler._dropped
+
+
+def count_computed(engine: FakeEngine) -> list[int]:
+    """Gets the number of tokens of every plan that runs."""
+    execute, computed = engine.worker.execute, []
+
+    def counted(plan):
+        computed.append(plan.total_tokens)
+        return execute(plan)
+
+    engine.worker.execute = counted
+    return computed
+
+
+def prompt_that_ends() -> tuple[list[int], int]:
+    """A prompt to which the fake model answers a few tokens and then the end, and how many in all."""
+    for i in range(1000):
+        answer = oracle([i], SamplingParams(max_tokens=9, eos_token_ids=(EOS,)))
+        if answer[-1] == EOS and len(answer) > 3:
+            return [i], len(answer)
+    raise AssertionError("none found")
+
+
+def test_an_end_that_nobody_could_foresee_costs_one_token_and_a_length_none():
+    prompt, num_output = prompt_that_ends()
+    for max_tokens, extra in ((50, 1), (num_output, 0), (num_output - 1, 0)):
+        engine = FakeEngine(overlap=2)
+        computed = count_computed(engine)
+        params = engine.add("a", prompt, max_tokens=max_tokens)
+        engine.run()
+        assert engine.tokens["a"] == oracle(prompt, params)
+        assert sum(computed) == len(engine.tokens["a"]) + extra  # the prompt's token, and all outputs but the last
+
+
+def test_a_length_that_the_model_sets_is_foreseen_too():
+    engine = FakeEngine(num_blocks=3, max_model_len=12, overlap=3)
+    computed = count_computed(engine)
+    params = engine.add("a", [5] * 4, max_tokens=None, ignore_eos=True, min_tokens=8)
+    engine.run()
+    assert engine.tokens["a"] == oracle([5] * 4, params, 12) and sum(computed) == 11
+
+
+def test_an_id_that_is_used_again_gets_nothing_of_the_step_in_flight():
+    engine = FakeEngine(overlap=2)
+    engine.add("a", [1, 2, 3], max_tokens=9, min_tokens=9)
+    engine.step(), engine.step(), engine.step()
+    engine.core.abort(["a"])
+    params = engine.add("a", [4, 5], max_tokens=9, min_tokens=9)
+    engine.run()
+    assert engine.tokens["a"] == oracle([4, 5], params)
+
+
+def test_the_loop_is_one_step_ahead():
+    engine = FakeEngine(overlap=2)
+    computed = count_computed(engine)
+    engine.add("a", [1, 2, 3], max_tokens=3, min_tokens=3)
+    assert engine.step() == [] and computed == [] and engine.core.has_work
+    (delta,) = engine.step()
+    assert delta.token_ids == [next_token([1, 2, 3])] and computed == [3]  # and the second step waits
+    engine.run()
+    engine.step()
+    assert engine.core.is_settled
+
+
+def test_a_failing_step_takes_the_next_one_back_and_ends_only_its_own():
+    engine = FakeEngine(num_blocks=40, overlap=3, **{"scheduler.max_num_batched_tokens": 8})
+    watch_publishing(engine)
+    others = {}
+    for name in "abc":
+        others[name] = engine.add(name, [ord(name) % 50] * 7, max_tokens=12, min_tokens=12)
+        engine.step()
+    engine.add("bad", [9] * 6, max_tokens=9, min_tokens=9)
+    execute, failed = engine.worker.execute, []
+
+    def failing(plan):
+        if any(join.req_id == "bad" for join in plan.joins) and not failed:
+            failed.append(plan)
+            raise ZeroDivisionError("before anything of it was done")
+        return execute(plan)
+
+    engine.worker.execute = failing
+    others["late"] = engine.add("late", [3, 3], max_tokens=5)  # joins behind the step that fails
+    ended = {}
+    for _ in range(100):
+        for delta in engine.core.step() if engine.core.has_work else ():
+            engine.tokens[delta.req_id] += delta.token_ids
+            if delta.error:
+                ended[delta.req_id] = delta.error
+    assert ended.keys() == failed[0].num_tokens.keys() and "bad" in ended and "late" not in ended
+    for name in others.keys() - ended.keys():
+        assert engine.tokens[name] == oracle(engine_prompt(name), others[name]), name
+    assert engine.kv.usage.num_free == 40 and not engine.scheduler.requests
+
+
+def engine_prompt(name: str) -> list[int]:
+    return [3, 3] if name == "late" else [ord(name) % 50] * 7
+
+
+class SlowWorker:
+    """Executes when it is let."""
+
+    def __init__(self, worker):
+        self.inner, self.gate, self.calls = worker, threading.Semaphore(0), []
+
+    def execute(self, plan):
+        assert self.gate.acquire(timeout=10)
+        self.calls.append(plan.step)
+        return self.inner.execute(plan)
+
+    def note(self):
+        self.calls.append("note")
+        return threading.current_thread().name
+
+
+def test_the_background_executor_runs_steps_while_the_next_is_planned_and_calls_in_their_turn():
+    engine = FakeEngine()
+    slow = SlowWorker(engine.worker)
+    executor = BackgroundExecutor(lambda: UniExecutor(lambda: slow))
+    core = EngineCore(engine.core.scheduler, executor, overlap=2)
+    engine.core = core
+    params = engine.add("a", [1, 2], max_tokens=4, min_tokens=4)
+    assert engine.step() == [] and slow.calls == []  # in flight, and this thread goes on
+    slow.gate.release(20)
+    engine.step()
+    (name,) = executor.call("note")
+    assert slow.calls == [0, 1, "note"] and name.startswith("minivllm-worker")
+    engine.run()
+    assert engine.tokens["a"] == oracle([1, 2], params)
+    core.shutdown(), core.shutdown()
+
+
+def test_what_building_a_worker_raises_comes_out_of_the_thread():
+    with pytest.raises(ModelError, match="no-such-model"):
+        LLM(overrides={**TINY, "model.path": "./no-such-model", "engine.overlap": 2})
+
+
+def test_what_cannot_overlap_is_refused_with_the_reason():
+    for overrides in ({"spec_decode.method": "ngram"}, {"kv.preemption": "swap"}):
+        with pytest.raises(ConfigError, match="overlap=2 cannot be combined"):
+            LLM(overrides={**TINY, **overrides, "engine.overlap": 2})
+    with pytest.raises(ConfigError, match="engine.overlap must be at least 1 and at most 2"):
+        LLM(overrides={**TINY, "engine.overlap": 3})
+
+
+def generate(**overrides) -> tuple[list, list]:
+    """Requests of many kinds: log-probabilities, penalties, stop strings, n > 1, beams beside each other."""
+    prompts = [[i, 2 * i + 1, 3] * (1 + 5 * (i % 3)) for i in range(12)]
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"temperature": 1.0, "n": 2, "logprobs": 2},
+        {"temperature": 0.0, "prompt_logprobs": 1, "min_tokens": 7},
+        {"temperature": 0.8, "stop": ["a", "e", " "], "top_p": 0.9},
+    ]
+    params = [SamplingParams(max_tokens=14, seed=i, **kinds[i % len(kinds)]) for i in range(12)]
+    with LLM(overrides={**TINY, "kv.num_blocks": 30, "debug.check": True, **overrides}) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        beams = llm.beam_search([[1, 2, 3], [4, 5]], BeamSearchParams(beam_width=3, max_tokens=6), use_tqdm=False)
+    of_requests = [(o.text, list(o.token_ids), o.finish_reason) for out in outputs for o in out.outputs]
+    return of_requests, [[list(o.token_ids) for o in out.outputs] for out in beams]
+
+
+def test_the_real_runner_gives_the_same_with_an_overlap():
+    assert generate(**{"engine.overlap": 2}) == generate()
+
+
+@pytest.mark.parametrize("core", ["inproc", "process"])
+def test_a_server_s_engine_streams_the_same_with_an_overlap(core):
+    async def collect(engine, i):
+        params = SamplingParams(temperature=0.0, max_tokens=10 + i, ignore_eos=True)
+        parts = [o.outputs[0].token_ids async for o in engine.generate([i, 2], params, str(i), output_kind="delta")]
+        return sum(map(list, parts), [])
+
+    async def run(engine):
+        return await asyncio.gather(*(collect(engine, i) for i in range(4)))
+
+    found = []
+    for overlap in (1, 2):
+        engine = AsyncLLM(overrides={**TINY, "kv.num_blocks": 60, "engine.core": core, "engine.overlap": overlap})
+        found.append(asyncio.run(run(engine)))
+        engine.close()
+    assert found[0] == found[1] and [len(tokens) for tokens in found[0]] == [10, 11, 12, 13]
