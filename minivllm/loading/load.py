@@ -16,7 +16,6 @@ from minivllm.loading.safetensors_io import read_tensors
 from minivllm.loading.sources import ModelFiles, resolve, timed
 from minivllm.models import ENCODERS, MODELS, EncoderSpec, ModelSpec
 from minivllm.models.checkpoint import load_tensors
-from minivllm.quantization import crossover
 from minivllm.quantization.select import Choice, Quantised, choose, install
 
 
@@ -29,7 +28,8 @@ class LoadedModel:
     source: str
     quantization: tuple[str, str]  # none, kept, int8 or int4, and why
     linear: tuple[str, str]  # how linear layers store their weights, and why
-    seconds: dict[str, float]  # fetch, convert, tokenizer, allocate, pack, weights, finish, crossover, total
+    seconds: dict[str, float]  # fetch, convert, tokenizer, allocate, pack, weights, finish, total
+    quantised: Quantised | None = None  # what is packed; the limits between two forms are the worker's to settle
 
 
 def load_model(
@@ -77,24 +77,11 @@ def load(
     timed(seconds, "weights", lambda: _fill(model, files, packed_file, seed))
     timed(seconds, "finish", model.finish)
     if quantised and quantised.layers:
-        linear = timed(seconds, "crossover", lambda: _measured(quantised))
-    return LoadedModel(
-        model, spec, files.tokenizer_dir, files.name, files.source, (choice.kind, choice.reason), linear, seconds
-    )
-
-
-def _measured(quantised: Quantised) -> tuple[str, str]:
-    """How the layers are kept, as a decision; sets the limit between the two forms where there are two."""
-    if not quantised.is_dual:
-        return "packed", quantised.describe()
-    shown = []
-    for bits, limit in quantised.limits.items():
-        if layers := quantised.of(bits):
-            found = crossover.measure(layers)
-            limit.tokens = found.tokens
-            start = f"from {found.tokens} tokens" if found.tokens != crossover.NEVER else "for no number of tokens"
-            shown.append(f"{bits} bits {start} on a copy in bf16 ({found.reason})")
-    return "dual", f"{quantised.describe()}; {'; '.join(shown)}"
+        linear = ("dual" if quantised.is_dual else "packed", quantised.describe())
+    else:
+        quantised = None
+    how = ((choice.kind, choice.reason), linear)
+    return LoadedModel(model, spec, files.tokenizer_dir, files.name, files.source, *how, seconds, quantised)
 
 
 def _allocate(spec: ModelSpec | EncoderSpec, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -2,7 +2,7 @@
 
 Few tokens: the time of a product is the time to read its matrix, so 4 bits win over 16. Many tokens: it is the time to
 multiply, and what a library does with bf16 on the CPU's matrix units wins. `dual` keeps both and chooses by the number
-of tokens in the step, at a limit that is measured when the model is loaded (crossover.py).
+of tokens in the step, at a limit that the worker measures (crossover.py).
 
 So in dual the rounding of a token's numbers depends on how many tokens are computed beside it: both products use the
 same codes, but the dense one rounds each weight to bf16 and the logits too. Where that must not be, keep packed weights
@@ -21,12 +21,13 @@ from minivllm.layers.linear import QuantMethod, empty_parameter
 from minivllm.quantization.formats import GROUP, Packed, quantise
 
 NEVER = 1 << 62
+TYPICAL = 32  # what quiet machines gave (bench/LOG.md); until a limit has been measured
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Limit:
-    """From this many tokens on the dense copy is used. One for all layers of equal bits; set once, when it has been
-    measured."""
+    """From this many tokens on the dense copy is used. One for the stack of layers, and one for the LM head, which is
+    given the sampled tokens alone."""
 
     tokens: int = NEVER
 

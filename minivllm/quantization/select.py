@@ -13,7 +13,7 @@ from torch import nn
 from minivllm.errors import ConfigError
 from minivllm.kernels.cpu import linear as kernels
 from minivllm.quantization.formats import GROUP
-from minivllm.quantization.packed import KeptPacked, Limit, QuantisedAtLoad
+from minivllm.quantization.packed import NEVER, TYPICAL, KeptPacked, Limit, QuantisedAtLoad
 
 BITS = {"int4": 4, "int8": 8}
 HEAD = "lm_head"  # rounded to 8 bits where others get 4: 4 bits there cost most of the quality (bench/LOG.md)
@@ -54,13 +54,11 @@ def _impossible(device: torch.device, dtype: torch.dtype) -> str | None:
 class Quantised:
     """What `install` did."""
 
-    limits: dict[int, Limit]  # by bits: a product with 8-bit codes takes longer, and most often it is the LM head's
+    stack: Limit
+    head: Limit
     is_dual: bool
     layers: list[nn.Module] = field(default_factory=list)
     left: int = 0  # layers whose weights stay dense
-
-    def of(self, bits: int) -> list[nn.Module]:
-        return [layer for layer in self.layers if layer.method.bits == bits]
 
     def describe(self) -> str:
         counts = Counter(layer.method.bits for layer in self.layers)
@@ -74,19 +72,20 @@ def install(model: nn.Module, kind: str, stored: Mapping[str, int], dense_copy: 
     stored: {module of the checkpoint: bits}, of those whose codes it holds. A layer of several such modules is kept
     packed if all have equal bits. Layers that cannot be packed keep the method that they have.
     """
-    dtype, limits = model.embedding.weight.dtype, {bits: Limit() for bits in (4, 8)}
+    dtype = model.embedding.weight.dtype
     is_dual = dense_copy and dtype is torch.bfloat16
+    stack, head = (Limit(TYPICAL if is_dual else NEVER) for _ in range(2))
     dense = model.linear_method if is_dual else None
     method = KeptPacked if kind == "kept" else QuantisedAtLoad
-    kinds = {bits: method(bits, dense, limit) for bits, limit in limits.items()}
-    done = Quantised(limits, is_dual)
+    kinds = {(bits, limit): method(bits, dense, limit) for bits in (4, 8) for limit in (stack, head)}
+    done = Quantised(stack, head, is_dual)
     for layer, modules in linear_layers(model):
         bits = {stored.get(name) for name in modules} if kind == "kept" else {8 if HEAD in modules else BITS[kind]}
         n_out, n_in = layer.weight.shape
         if len(bits) > 1 or None in bits or n_in % GROUP:
             done.left += 1
             continue
-        layer.method = kinds[bits.pop()]
+        layer.method = kinds[bits.pop(), head if HEAD in modules else stack]
         if kind == "kept":
             layer.method.create(layer, n_in, n_out, dtype)
         done.layers.append(layer)

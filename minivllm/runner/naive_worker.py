@@ -39,7 +39,6 @@ class NaiveWorker(Worker):
         files = resolve(asked.path, tokenizer=asked.tokenizer)
         model = TransformersModel(load_transformers(files, self.dtype, self.device, asked.seed), files.spec)
         linear = ("transformers", "executor.kind=naive: layers and weights as transformers keeps them")
-        self._decide("model.linear", *linear)
         weights = ("none", "executor.kind=naive: all weights in the model's dtype")
         told = (files.tokenizer_dir, files.name, files.source, weights, linear, files.seconds)
         return LoadedModel(model, files.spec, *told)

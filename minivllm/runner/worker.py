@@ -25,6 +25,7 @@ from minivllm.loading.cache import default_cache_dir
 from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.machine import cpu_quota, num_cores
 from minivllm.plan import StepOutput, StepPlan
+from minivllm.quantization.crossover import TOKENS, run_layer, settle
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
@@ -102,6 +103,7 @@ class Worker:
         self.runner = self._build_runner(loaded, backend, sizes, recipe)
         self._dummies = DummyBatches(sizes.num_blocks, config.kv.block_size, sizes.max_model_len)
         self._warm_up()
+        self._decide("model.linear", *self._settle_linear(loaded))
         if config.spec_decode.method != "none" and config.spec_decode.adaptive:
             self._calibrate()
         self._facts = self._collect(loaded, name, kv_spec, sizes, time.perf_counter() - begin)
@@ -118,7 +120,6 @@ class Worker:
             dense_copy=asked.dense_copy,
         )
         self._decide("model.quantization", *loaded.quantization)
-        self._decide("model.linear", *loaded.linear)
         return loaded
 
     def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
@@ -227,6 +228,20 @@ class Worker:
         self.runner.forward.warmup(lambda key: run_dummy()(key))
         if self.config.runner.forward != "eager":
             self._decide("runner.forward", *self.runner.forward.decision)
+
+    @torch.inference_mode()
+    def _settle_linear(self, loaded: LoadedModel) -> tuple[str, str]:
+        """How linear layers keep their weights; where they do in two forms, from how many tokens on each is used."""
+        (how, reason), quantised = loaded.linear, loaded.quantised
+        if quantised is None or not quantised.is_dual:
+            return how, reason
+        key_for, lm_head = self.runner.forward.key_for, loaded.model.lm_head
+        stack = settle(quantised.stack, lambda n: self._run_dummy(key_for(1, n, n)))
+        reason = f"{reason}; a copy in bf16 {stack}"
+        if any(layer is lm_head for layer in quantised.layers):
+            hidden = torch.randn(max(TOKENS), loaded.spec.hidden_size, dtype=self.dtype)
+            reason += f", the LM head's {settle(quantised.head, run_layer(lm_head, hidden))}"
+        return how, reason
 
     @torch.inference_mode()
     def _run_dummy(self, key: BatchKey) -> None:

@@ -101,7 +101,8 @@ def test_in_bf16_packed_weights_are_not_further_from_the_truth_than_dense_ones(t
     (dense, plain), (packed, kept) = error(quantization="none"), error(dense_copy=dense_copy)
     assert (plain.quantization[0], kept.quantization[0]) == ("none", "kept")
     assert packed <= 1.25 * dense
-    assert packed < 0.02 * truth.std()
+    if not dense_copy:  # with a copy, a prompt of this length is computed with it
+        assert packed < 0.02 * truth.std()
 
 
 @needs_kernels

@@ -85,63 +85,60 @@ def test_the_head_gives_the_fp32_sums():
 
 @needs_kernels
 def test_the_crossover_is_a_count_that_was_tried():
-    layers = [layer_of(QuantisedAtLoad(4, choose_method(CPU, torch.bfloat16).method)) for _ in range(40)]
-    for layer in layers:
-        layer.finish()
-    found = crossover.measure(layers)
-    assert found.tokens in (*crossover.TOKENS, NEVER) and found.reason
+    layer = layer_of(QuantisedAtLoad(4, choose_method(CPU, torch.bfloat16).method, limit := Limit()))
+    layer.finish()
+    x = torch.randn(max(crossover.TOKENS), layer.matrix.n_in).bfloat16()
+    assert "measured" in crossover.settle(limit, crossover.run_layer(layer, x), max_seconds=60)
+    assert limit.tokens in (*crossover.TOKENS, NEVER)
 
 
-@needs_kernels
-@pytest.mark.parametrize(("num_races", "expected"), [(0, 16), (5, 16), (8, 32), (12, 32), (26, NEVER), (50, NEVER)])
+def test_settling_runs_both_forms_and_leaves_the_faster_ones_limit(monkeypatch):
+    clock, forms, limit = [0.0], set(), Limit()
+    monkeypatch.setattr(crossover.time, "perf_counter", lambda: clock[0])
+
+    def run(tokens):
+        is_dense = tokens >= limit.tokens
+        forms.add(is_dense)
+        clock[0] += 1e-3 * (20 if is_dense else tokens)
+
+    assert "from 24 tokens on" in crossover.settle(limit, run, max_seconds=60)
+    assert limit.tokens == 24 and forms == {True, False}
+
+
+@pytest.mark.parametrize(("num_races", "expected"), [(0, 32), (3, 32), (4, 64), (8, 64), (11, 64), (14, NEVER)])
 def test_when_its_time_is_over_nothing_is_concluded_from_one_look(monkeypatch, num_races, expected):
     """The packed form always wins; a race takes a second."""
-    layer = layer_of(QuantisedAtLoad(4, Unquantized()))
-    layer.finish()
     clock = [0.0]
     monkeypatch.setattr(crossover.time, "perf_counter", lambda: clock[0])
 
-    def race(sample, tokens):
+    def race(tokens):
         clock[0] += 1
         return [[1.0], [2.0]]
 
-    monkeypatch.setattr(crossover, "_race", race)
-    assert crossover.measure([layer], max_seconds=num_races - 0.5).tokens == expected
+    assert crossover.measure(race, max_seconds=num_races - 0.5).tokens == expected
 
 
-@needs_kernels
-def test_a_disturbed_moment_does_not_move_the_crossover(monkeypatch):
-    """Each race is disturbed somewhere: one layer takes ten times as long, in one form, at random."""
-    layer = layer_of(QuantisedAtLoad(4, Unquantized()))
-    layer.finish()
+def test_a_disturbed_moment_does_not_move_the_crossover():
+    """Each race is disturbed somewhere: one part takes ten times as long, in one form, at random."""
     rng = np.random.default_rng(0)
 
-    def race(sample, tokens):
-        seconds = np.array([[0.1 * tokens] * 20, [1.55] * 20])  # they cross at 15.5
+    def race(tokens):
+        seconds = np.array([[0.1 * tokens] * 20, [2.35] * 20])  # they cross at 23.5
         seconds[rng.integers(2), rng.integers(20, size=4)] *= 10
         return seconds
 
-    monkeypatch.setattr(crossover, "_race", race)
-    assert [crossover.measure([layer], max_seconds=60).tokens for _ in range(50)] == [16] * 50
+    assert [crossover.measure(race, max_seconds=60).tokens for _ in range(50)] == [24] * 50
 
 
-@needs_kernels
-def test_a_count_takes_no_longer_than_a_larger_one(monkeypatch):
-    """The packed form at 8 and 12 tokens was disturbed in every round."""
-    layer = layer_of(QuantisedAtLoad(4, Unquantized()))
-    layer.finish()
-    packed = {8: 9.0, 12: 9.0, 16: 1.4, 24: 2.0}
-    monkeypatch.setattr(crossover, "_race", lambda _, tokens: [[packed[tokens]], [1.5]])
-    assert crossover.measure([layer]).tokens == 24
+def test_a_count_takes_no_longer_than_a_larger_one():
+    """The packed form at 32 tokens was disturbed in every round."""
+    packed = {32: 9.0, 48: 1.4, 64: 2.0, 96: 3.0, 128: 4.0}
+    assert crossover.measure(lambda tokens: [[packed[tokens]], [1.5]]).tokens == 64
 
 
-@needs_kernels
-@pytest.mark.parametrize(("dense_from", "expected"), [(2, 2), (16, 16), (128, 128), (10_000, NEVER)])
-def test_the_crossover_is_where_the_faster_one_changes(monkeypatch, dense_from, expected):
-    layer = layer_of(QuantisedAtLoad(4, Unquantized()))
-    layer.finish()
-    monkeypatch.setattr(crossover, "_race", lambda _, n: [[2.0], [1.0]] if n >= dense_from else [[1.0], [2.0]])
-    assert crossover.measure([layer]).tokens == expected
+@pytest.mark.parametrize(("dense_from", "expected"), [(2, 8), (16, 16), (32, 32), (128, 128), (10_000, NEVER)])
+def test_the_crossover_is_where_the_faster_one_changes(dense_from, expected):
+    assert crossover.measure(lambda n: [[2.0], [1.0]] if n >= dense_from else [[1.0], [2.0]]).tokens == expected
 
 
 @pytest.mark.parametrize("asked", ["int4", "int8"])
