@@ -66,6 +66,9 @@ class StepPlan:
     # Proposed tokens that follow a request's known ones in this step; num_tokens counts them. The runner says which of
     # them the model itself would have given (StepOutput.tokens); the others leave no trace.
     drafts: dict[str, list[int]] = field(default_factory=dict)
+    # So many steps before this one were in flight when it was planned. If one of them fails, this one must not run:
+    # it would find tables and rows without what that one should have written there.
+    num_in_flight: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -83,7 +86,7 @@ class StepOutput:
     prompt_logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # requests that this step ended, each with what went wrong
     drafts: dict[str, list[int]] = field(default_factory=dict)  # guesses of what follows `tokens`, for the next plan
-    is_lost: bool = False  # a step before it failed while this one was in flight: nothing of it counts
+    is_lost: bool = False  # a step before it failed while this one was in flight, so it has not run
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):

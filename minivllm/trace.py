@@ -15,7 +15,8 @@ scheduler (`replay`: "a refactoring changes no token"), diffed, and drawn (`to_c
 A step has every column of StepPlan: `sched` is num_tokens and start in one, in batch order; the others keep their
 names and are left out while empty. Block events are `new_blocks` (appended to that table) and `leaves` (the table is
 dropped). `logprobs` and `prompt_logprobs` are there when asked for; a log-probability of -inf is null. `times` are
-phases in the order in which they ran, back to back.
+phases in the order in which they ran, back to back; with engine.overlap=2 they are what the step loop did until this
+step's output was taken in: it planned the next step (`schedule`), waited (`execute`), took the output in (`update`).
 
 Each line is flushed when it is written. A run that was killed leaves at most one cut line, which `read` drops.
 """

@@ -17,6 +17,7 @@ import numpy as np
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build_kv, build_scheduler
 from minivllm.engine.core import EngineCore
+from minivllm.executor.background import FailStop
 from minivllm.features import INPUT_BUILDERS
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
@@ -169,7 +170,7 @@ class LateStream:
     takes for done, turns into a wrong token."""
 
     def __init__(self, worker: FakeWorker, seed: int | None = None):
-        self.worker = worker
+        self.run = FailStop(lambda plan: worker.execute(plan))
         self._chance = None if seed is None else random.Random(seed)
         self._queue: deque[tuple[StepPlan, LateFuture]] = deque()
 
@@ -183,7 +184,7 @@ class LateStream:
     def run_one(self) -> None:
         plan, future = self._queue.popleft()
         try:
-            future.set_result(self.worker.execute(plan))
+            future.set_result(self.run(plan))
         except Exception as error:
             future.set_exception(error)
 

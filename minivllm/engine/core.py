@@ -152,7 +152,7 @@ class EngineCore:
             return refused
 
     def _land(self) -> list[tuple[StepPlan, StepOutput]]:
-        """Wait for the oldest step. If it failed, those in flight behind it go with it: they built on it."""
+        """Wait for the oldest step. If it failed, those in flight behind it were not run: they built on it."""
         plan, future = self._in_flight[0]
         try:
             landed = [(plan, future.result())]

@@ -16,7 +16,7 @@ request that is preempted or aborted had in flight, is dropped when it lands; pr
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -304,6 +304,7 @@ class SchedulerBase:
         assert total <= limits.max_num_batched_tokens, "the step's token budget is exceeded"
         assert len(self.running) <= limits.max_num_seqs, "more requests run than may"
         assert plan.num_tokens.keys() == plan.start.keys()
+        plan.num_in_flight = len(self._in_flight)
         self._in_flight[plan.step] = plan
         return plan
 
@@ -316,10 +317,10 @@ class SchedulerBase:
         self._in_flight.pop(plan.step)
         dropped = self._dropped.pop(plan.step, ())
         if out.is_lost:
-            self._take_back(plan, dropped)
+            self._take_back(plan, [req_id for req_id in plan.num_tokens if req_id not in dropped])
             return deltas
         if out.errors and len(out.errors) == len(plan.num_tokens):
-            self._leaves += plan.leaves  # nothing ran: perhaps nobody has heard of them, and leaving twice is harmless
+            self._take_back(plan, ())
         for req_id, num_new in plan.num_tokens.items():
             if req_id in dropped:
                 continue
@@ -352,13 +353,14 @@ class SchedulerBase:
                 self._retire(req)
         return deltas
 
-    def _take_back(self, plan: StepPlan, dropped: Collection[str]) -> None:
-        """A plan that ran behind one that failed, so perhaps without what that one should have left: its requests
-        compute again what they have."""
-        self._leaves += plan.leaves
-        for req_id in dict.fromkeys([*plan.num_tokens, *(join.req_id for join in plan.joins)]):
-            if req_id in self.requests and req_id not in dropped:
-                self.preempt(self.requests[req_id])
+    def _take_back(self, plan: StepPlan, req_ids: Sequence[str]) -> None:
+        """Nothing of a plan has run: `req_ids`, and whoever was to enter with no token to compute, begin anew."""
+        self._leaves += plan.leaves  # perhaps nobody has heard of them, and leaving twice is harmless
+        only_joined = [join.req_id for join in plan.joins if join.req_id not in plan.num_tokens]
+        for req_id in (*req_ids, *only_joined):
+            req = self.requests.get(req_id)
+            if req is not None and req in self.running:
+                self.preempt(req)
 
     def _take_tokens(self, req: Request, tokens: list[int], out: StepOutput) -> Delta:
         """Append what was sampled, up to and including a token that ends the request."""

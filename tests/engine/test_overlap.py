@@ -2,11 +2,12 @@
 ends, fails, is preempted or aborted meanwhile."""
 
 import asyncio
+import random
 import threading
 
 import pytest
 from conformance.test_fake_model import workload
-from fakes import EOS, FakeEngine, next_token, oracle
+from fakes import EOS, FakeEngine, beam_oracle, next_token, oracle
 
 from minivllm import LLM, AsyncLLM, SamplingParams
 from minivllm.engine.core import EngineCore
@@ -124,9 +125,8 @@ def test_the_loop_is_one_step_ahead():
 def test_a_failing_step_takes_the_next_one_back_and_ends_only_its_own():
     engine = FakeEngine(num_blocks=40, overlap=3, **{"scheduler.max_num_batched_tokens": 8})
     watch_publishing(engine)
-    others = {}
     for name in "abc":
-        others[name] = engine.add(name, [ord(name) % 50] * 7, max_tokens=12, min_tokens=12)
+        engine.add(name, [ord(name) % 50] * 7, max_tokens=12, min_tokens=12)
         engine.step()
     engine.add("bad", [9] * 6, max_tokens=9, min_tokens=9)
     execute, failed = engine.worker.execute, []
@@ -138,21 +138,84 @@ def test_a_failing_step_takes_the_next_one_back_and_ends_only_its_own():
         return execute(plan)
 
     engine.worker.execute = failing
-    others["late"] = engine.add("late", [3, 3], max_tokens=5)  # joins behind the step that fails
-    ended = {}
-    for _ in range(100):
-        for delta in engine.core.step() if engine.core.has_work else ():
-            engine.tokens[delta.req_id] += delta.token_ids
-            if delta.error:
-                ended[delta.req_id] = delta.error
-    assert ended.keys() == failed[0].num_tokens.keys() and "bad" in ended and "late" not in ended
-    for name in others.keys() - ended.keys():
-        assert engine.tokens[name] == oracle(engine_prompt(name), others[name]), name
+    late = engine.add("late", [3, 3], max_tokens=5)  # joins behind the step that fails
+    ended: set[str] = set()
+    while engine.core.has_work:
+        take(engine.core.step(), engine.tokens, ended)
+    assert ended == failed[0].num_tokens.keys() and "bad" in ended
+    assert engine.tokens["late"] == oracle([3, 3], late)
     assert engine.kv.usage.num_free == 40 and not engine.scheduler.requests
 
 
-def engine_prompt(name: str) -> list[int]:
-    return [3, 3] if name == "late" else [ord(name) % 50] * 7
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("overlap", [1, 2, 4])
+@pytest.mark.parametrize("fork", ["share", "lookup"])
+def test_whoever_was_not_in_a_failing_step_gets_its_own_tokens(seed, overlap, fork):
+    """Steps fail before they begin or once they are done; prefixes are shared, and memory is short."""
+    rng = random.Random(seed)
+    options = {"scheduler.max_num_batched_tokens": 10, "scheduler.max_num_seqs": 6, "kv.fork": fork}
+    engine = FakeEngine(24, max_model_len=40, overlap=overlap, stream_seed=seed, **options)
+    watch_publishing(engine)
+    execute, doomed, wanted = engine.worker.execute, set(), {}
+
+    def failing(plan):
+        fails, late = rng.random() < 0.06, rng.random() < 0.5
+        out = execute(plan) if late or not fails else None
+        if fails:
+            raise ZeroDivisionError
+        return out
+
+    engine.worker.execute = failing
+    shared = [rng.randrange(50) for _ in range(12)]
+    tokens = engine.tokens
+    for i in range(40):
+        name, beam = str(i), BeamSearchParams(beam_width=2, max_tokens=5)
+        prompt = shared[: rng.randrange(1, 13)] + [i]
+        if i % 8 == 7:
+            wanted |= dict(zip(engine.add_beams(name, prompt, beam), beam_oracle(prompt, beam, 40), strict=True))
+        else:
+            params = engine.add(name, prompt, max_tokens=rng.choice((1, 4, 20)))
+            wanted[name] = oracle(prompt, params, 40)
+        for _ in range(rng.randrange(6)):
+            take(engine.core.step(), tokens, doomed)
+    while engine.core.has_work:
+        take(engine.core.step(), tokens, doomed)
+    assert {r: tokens[r] for r in wanted if r not in doomed} == {r: wanted[r] for r in wanted if r not in doomed}
+    assert 0 < len(doomed) < len(wanted) and engine.kv.usage.num_free == 24
+    assert not engine.scheduler.requests and not engine.scheduler._in_flight and not engine.scheduler._dropped
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_a_fork_that_a_failing_step_should_have_let_in_enters_later(overlap):
+    """Its row and the copy of its parent's last block were to be made by a step in which it computes nothing."""
+    options = {"scheduler.policy": "priority", "scheduler.max_num_batched_tokens": 8, "kv.fork": "share"}
+    engine = FakeEngine(overlap=overlap, **options)
+    prompt, beam = list(range(14)), BeamSearchParams(beam_width=3, max_tokens=6)
+    ids = engine.add_beams("g", prompt, beam)
+    engine.step()
+    engine.add("b", [9] * 60, priority=-1, max_tokens=2)  # once it runs it comes first, and takes all the budget
+    execute, failed = engine.worker.execute, []
+
+    def failing(plan):
+        if not failed and plan.joins and not any(join.req_id in plan.num_tokens for join in plan.joins):
+            assert plan.copies and list(plan.num_tokens) == ["b"]
+            failed.append(plan)
+            raise ZeroDivisionError
+        return execute(plan)
+
+    engine.worker.execute = failing
+    ended: set[str] = set()
+    while engine.core.has_work:
+        take(engine.core.step(), engine.tokens, ended)
+    assert failed and ended == {"b"}
+    assert [engine.tokens[req_id] for req_id in ids] == beam_oracle(prompt, beam)
+
+
+def take(deltas, tokens: dict[str, list[int]], doomed: set[str]) -> None:
+    for delta in deltas:
+        tokens[delta.req_id] += delta.token_ids
+        if delta.error:
+            doomed.add(delta.req_id)
 
 
 class SlowWorker:
