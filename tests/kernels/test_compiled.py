@@ -1,15 +1,18 @@
 """Every shipped kernel compiles for every generation of GPUs, and into what it was written for.
 
 No GPU is needed: the wheel of triton carries the assembler. Looked at are the resources of the binary and the
-instructions in it.
+instructions in it. A process on each core compiles, one kernel after the other, for the tests that were asked for.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from functools import cache
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -32,13 +35,32 @@ WIDE = r"\bcp\.async\.cg\.shared\.global\S* .*, (0x10|16)\b|\bld\.global\S*\.(v4
 ALL = {} if INTERPRETED else {s.name: s for s in shipped()}
 
 
-@cache
-def compiled(name: str, arch: int):
-    s = ALL[name]
+class Binary(NamedTuple):
+    cubin: bytes
+    ptx: str
+    shared: int  # bytes
+
+
+def compiled(s: Shipped, arch: int) -> Binary:
     signature = {arg: s.types.get(arg, "constexpr") for arg in s.kernel.arg_names}
     source = ASTSource(s.kernel, signature, dict(s.constants), s.attributes())
     options = {"num_warps": s.num_warps, "num_stages": s.num_stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return Binary(kernel.asm["cubin"], kernel.asm["ptx"], kernel.metadata.shared)
+
+
+def compiled_by_name(name: str, arch: int) -> Binary:
+    return compiled(ALL[name], arch)
+
+
+@pytest.fixture(scope="module")
+def binaries(request):
+    """(name, arch) -> Future of a Binary, for each test of this run."""
+    items = [item for item in request.session.items if "binaries" in getattr(item, "fixturenames", ())]
+    wanted = [(item.callspec.params["name"], item.callspec.params["arch"]) for item in items]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        yield {case: pool.submit(compiled_by_name, *case) for case in wanted}
+        pool.shutdown(cancel_futures=True)
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
@@ -48,13 +70,13 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)}
 
 
-def faults(s: Shipped, arch: int, kernel, folder: Path) -> list[str]:
+def faults(s: Shipped, arch: int, binary: Binary, folder: Path) -> list[str]:
     """What is not as it should be."""
-    used, ptx = resources(kernel.asm["cubin"], folder), kernel.asm["ptx"]
+    used, ptx = resources(binary.cubin, folder), binary.ptx
     matrix = {"": None, "small": SMALL, "large": LARGE[arch]}[s.matrix]
     wrong = {
         f"spills: {used}": used["STACK"] or used["LOCAL"],
-        f"{kernel.metadata.shared} bytes of shared memory": kernel.metadata.shared > SHARED[arch],
+        f"{binary.shared} bytes of shared memory": binary.shared > SHARED[arch],
         f"no {matrix}": matrix and not re.search(matrix, ptx),
         "no 16-byte loads": s.wide_loads and not re.search(WIDE, ptx),
     }
@@ -63,8 +85,8 @@ def faults(s: Shipped, arch: int, kernel, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize("name", ALL)
-def test_a_shipped_kernel_fits_and_uses_the_machine(name, arch, tmp_path):
-    assert faults(ALL[name], arch, compiled(name, arch), tmp_path) == []
+def test_a_shipped_kernel_fits_and_uses_the_machine(name, arch, binaries: dict[tuple[str, int], Future], tmp_path):
+    assert faults(ALL[name], arch, binaries[name, arch].result(), tmp_path) == []
 
 
 @pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
@@ -78,8 +100,5 @@ def test_the_gate_sees_spills_narrow_loads_and_small_matrix_instructions(tmp_pat
         "no 16-byte loads": unknown,
     }
     for fault, s in bad.items():
-        ALL["bad"] = s
-        compiled.cache_clear()
-        found = faults(s, 90, compiled("bad", 90), tmp_path)
-        del ALL["bad"]
+        found = faults(s, 90, compiled(s, 90), tmp_path)
         assert any(text.startswith(fault) for text in found), (fault, found)
