@@ -50,6 +50,7 @@ KERNELS: tuple[Kernel, ...] = (
     _triton("block copy", "elementwise:BlockCopier", f"{_TWINS}:copy_blocks"),
     _triton("draw", "draw:draw", "minivllm.sampling.draw:draw"),
     _triton("top-k, top-p and min-p", "draw:find_cuts", "minivllm.sampling.draw:find_cuts_by_sort"),
+    _triton("rejection sampling", "draw:reject", "minivllm.sampling.rejection:Rejection"),
     _triton("rms norm", "elementwise:rms_norm", f"{_TWINS}:rms_norm"),
     _triton("silu mul", "elementwise:silu_mul", f"{_TWINS}:silu_mul"),
 )

@@ -16,6 +16,7 @@ from minivllm.kernels import twins
 from minivllm.kernels.triton import draw, elementwise, paged
 from minivllm.kernels.triton.tiles import decode_tile, num_splits, prefill_tile
 from minivllm.sampling import draw as draw_twin
+from minivllm.sampling.rejection import Rejection
 
 
 class Case(NamedTuple):
@@ -47,6 +48,7 @@ def cases(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int) -> It
         *(lambda: elementwise.silu_mul(x, half), lambda: twins.silu_mul(x), unit, moved * 3 // 4),
     )
     yield from _sampling(device, *((3, 256) if tiny else (256, 128_000)))
+    yield _rejection(device, *((6, 256) if tiny else (256, 128_000)))
 
 
 def _attention_shapes(tiny: bool) -> list[tuple[list[int], list[int]]]:
@@ -123,3 +125,24 @@ def _sampling(device: torch.device, count: int, size: int) -> Iterator[Case]:
     label = f"{count} x {size}"
     yield Case("draw", label, lambda: draw.draw(probs, *on_device)[0], draw_by_twin, 0, moved)
     yield Case("top-k, top-p and min-p", label, lambda: draw.find_cuts(probs, k, p, none), cut_by_sort, 0, moved)
+
+
+def _rejection(device: torch.device, count: int, size: int) -> Case:
+    """Half of the drafts were drawn from a distribution near the model's, the others are sure."""
+    logits = torch.randn(count, size, device=device).mul(3)
+    probs, q = logits.softmax(-1), (logits + torch.randn_like(logits)).softmax(-1)
+    drafts, draft_rows = q.multinomial(1)[:, 0], torch.arange(count, device=device)
+    draft_rows[::2] = -1
+    seeds, positions = torch.randint(0, 2**62, (count,)), torch.arange(count)
+    on_device = seeds.to(device), positions.to(device)
+
+    def oracle() -> Tensor:
+        twin = Rejection(lambda row, place: None if row % 2 == 0 else q[row])
+        everything = positions.numpy()
+        pick = twin(drafts.cpu().numpy(), everything, everything * 0)
+        return pick(probs.clone(), seeds.numpy().view("uint64"), everything, everything)[0]
+
+    def call() -> Tensor:
+        return draw.reject(probs, drafts, q, draft_rows, *on_device)[0]
+
+    return Case("rejection sampling", f"{count} x {size}", call, oracle, 0, probs.numel() * (4 + 2))

@@ -1,10 +1,10 @@
-"""Launching the sampling kernels. Tokens equal those of minivllm.sampling.draw."""
+"""Launching the sampling kernels. Tokens equal those of minivllm.sampling.draw and minivllm.sampling.rejection."""
 
 import torch
 import triton
 from torch import Tensor
 
-from minivllm.kernels.triton import sampling
+from minivllm.kernels.triton import rejection, sampling
 
 CHUNK = 64  # blocks a program: 4096 tokens
 
@@ -42,6 +42,53 @@ def draw(probs: Tensor, seeds: Tensor, positions: Tensor, cuts: Tensor | None = 
         *(*shared, tokens, valid, probs.stride(0), num_chunks),
         CHUNKS=triton.next_power_of_2(num_chunks),
         BLOCK=sampling.BLOCK,
+        num_warps=2,
+    )
+    return tokens, valid.bool()
+
+
+def reject(
+    probs: Tensor,
+    drafts: Tensor,
+    draft_probs: Tensor | None,
+    draft_rows: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """probs [S, V] fp32 >= 0 that need not sum to 1; drafts [S] int64 < V, -1: draw freely; draft_probs [D, at most V]
+    fp32 >= 0 likewise; draft_rows [S] int64: the row that a draft was drawn from, -1: it was proposed for sure; seeds,
+    positions [S] int64. Both widths are multiples of 64. -> (tokens [S] int64, valid [S] bool)."""
+    (count, size), block = probs.shape, sampling.BLOCK
+    draft_probs = probs[:0] if draft_probs is None else draft_probs
+    assert probs.dtype == draft_probs.dtype == torch.float32 and probs.stride(1) == draft_probs.stride(1) == 1
+    assert size % block == draft_probs.shape[1] % block == 0 and draft_probs.shape[1] <= size
+    vectors = draft_rows, drafts, seeds, positions
+    assert all(x.dtype == torch.int64 and x.shape == (count,) for x in vectors)
+    num_blocks, num_draft_blocks = size // block, draft_probs.shape[1] // block
+    num_chunks = triton.cdiv(num_blocks, CHUNK)
+    masses, times, left = torch.empty(3, count, 2, num_chunks, dtype=torch.float64, device=probs.device)
+    winners = torch.empty(count, 2, num_chunks, dtype=torch.int64, device=probs.device)
+    tokens = torch.empty(count, dtype=torch.int64, device=probs.device)
+    valid = torch.empty(count, dtype=torch.int8, device=probs.device)
+    strides = probs.stride(0), draft_probs.stride(0)
+    rejection.masses_kernel[(count, num_chunks)](
+        *(probs, draft_probs, draft_rows, masses, *strides, num_blocks, num_draft_blocks),
+        CHUNK=CHUNK,
+        BLOCK=block,
+        num_warps=4,
+    )
+    rejection.race_rest_kernel[(count, num_chunks)](
+        *(probs, draft_probs, *vectors, masses, times, winners, left, *strides, num_blocks, num_draft_blocks),
+        CHUNK=CHUNK,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        BLOCK=block,
+        num_warps=8,
+    )
+    rejection.accept_kernel[(count,)](
+        *(probs, draft_probs, *vectors, masses, times, winners, left, tokens, valid),
+        *(*strides, num_chunks, num_draft_blocks),
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        BLOCK=block,
         num_warps=2,
     )
     return tokens, valid.bool()

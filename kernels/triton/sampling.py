@@ -26,14 +26,21 @@ def _mix(z):
 
 
 @triton.jit
-def _exponential(seed, position, lanes, STREAM: tl.constexpr):
-    """seed and position int64, lanes int64 [...] -> float64 [...], minivllm.sampling.uniform.exponential."""
+def uniform(seed, position, lanes, STREAM: tl.constexpr):
+    """seed and position int64, lanes int64 [...] -> float64 [...] in (0, 1), minivllm.sampling.uniform.uniform."""
     golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     stream = tl.full([], STREAM + 1, tl.uint64)
     state = _mix(seed.to(tl.uint64, bitcast=True) ^ _mix(stream * golden))
     state = _mix(state + (position + 1).to(tl.uint64, bitcast=True) * golden)
     bits = _mix(state + (lanes + 1).to(tl.uint64, bitcast=True) * golden)
-    return -tl.log(((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16)
+    return ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
+
+
+@triton.jit
+def arrivals(seed, position, lanes, rates, STREAM: tl.constexpr):
+    """When each lane arrives in an exponential race: float64 [...]. At a rate of 0, or NaN, never."""
+    noise = -tl.log(uniform(seed, position, lanes, STREAM))
+    return tl.where(rates > 0, noise / tl.where(rates > 0, rates, 1.0), float("inf"))
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -58,8 +65,7 @@ def race_blocks_kernel(
     values = tl.load(probs + row * stride + tokens, mask=inside[:, None], other=0.0)
     values = tl.where(values < tl.load(cuts + row), 0.0, values)
     mass = tl.sum(values, 1).to(tl.float64)
-    noise = _exponential(tl.load(seeds + row), tl.load(positions + row), blocks.to(tl.int64), 0)
-    arrives = tl.where(mass == 0, float("inf"), noise / tl.where(mass == 0, 1.0, mass))
+    arrives = arrivals(tl.load(seeds + row), tl.load(positions + row), blocks.to(tl.int64), mass, 0)
     place = row * tl.num_programs(1) + chunk
     tl.store(times + place, tl.min(arrives, 0))
     tl.store(winners + place, (chunk * CHUNK + tl.argmin(arrives, 0)).to(tl.int64))
@@ -93,8 +99,7 @@ def race_tokens_kernel(
     lanes = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(probs + row * stride + lanes)
     values = tl.where(values < tl.load(cuts + row), 0.0, values).to(tl.float64)
-    noise = _exponential(tl.load(seeds + row), tl.load(positions + row), lanes, 1)
-    arrives = tl.where(values == 0, float("inf"), noise / tl.where(values == 0, 1.0, values))
+    arrives = arrivals(tl.load(seeds + row), tl.load(positions + row), lanes, values, 1)
     tl.store(tokens + row, tl.where(fine, block * BLOCK + tl.argmin(arrives, 0), 0))
     tl.store(valid + row, fine.to(tl.int8))
 

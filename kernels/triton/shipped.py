@@ -7,7 +7,15 @@ and tiles come from the functions that launch, so that what is checked is what r
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from minivllm.kernels.triton import attention, cache, draw, norm, paged, sampling
+from minivllm.kernels.triton import (
+    attention,
+    cache,
+    draw,
+    norm,
+    paged,
+    rejection,
+    sampling,
+)
 from minivllm.kernels.triton.tiles import Tile, decode_tile, prefill_tile
 
 ALIGNED = [["tt.divisibility", 16]]  # what the launcher finds out of pointers, and of strides
@@ -56,6 +64,7 @@ def shipped() -> Iterator[Shipped]:
     yield from _cache()
     yield from _norms()
     yield from _sampling()
+    yield from _rejection()
 
 
 def _attention(shape: Shape) -> Iterator[Shipped]:
@@ -115,3 +124,18 @@ def _sampling() -> Iterator[Shipped]:
     types |= {"stride": "i32", "size": "i32"}
     # A thread reads 4 bytes at a time here: rows of any length are masked by it. They come from the cache.
     yield Shipped("cuts", sampling.find_cuts_kernel, types, {"LOOP": sampling.LOOP}, 8, wide_loads=False)
+
+
+def _rejection() -> Iterator[Shipped]:
+    types = {name: "*fp32" for name in ("probs", "draft_probs")}
+    types |= {name: "*i64" for name in ("draft_rows", "drafts", "seeds", "positions", "winners", "tokens")}
+    types |= {name: "*fp64" for name in ("masses", "times", "left")} | {"valid": "*i8"}
+    types |= {name: "i32" for name in ("stride", "draft_stride", "num_blocks", "num_draft_blocks", "num_chunks")}
+    constants = {"CHUNK": draw.CHUNK, "CHUNKS": 32, "BLOCK": sampling.BLOCK}
+    for name, kernel, num_warps, wide in (
+        ("masses of drafts", rejection.masses_kernel, 4, True),
+        ("race of the rest", rejection.race_rest_kernel, 8, True),
+        ("acceptance", rejection.accept_kernel, 2, False),  # single blocks of 64 tokens
+    ):
+        own, fixed = ({arg: known[arg] for arg in kernel.arg_names if arg in known} for known in (types, constants))
+        yield Shipped(name, kernel, own, fixed, num_warps, wide_loads=wide)
