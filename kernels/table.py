@@ -51,6 +51,7 @@ KERNELS: tuple[Kernel, ...] = (
     _triton("draw", "draw:draw", "minivllm.sampling.draw:draw"),
     _triton("top-k, top-p and min-p", "draw:find_cuts", "minivllm.sampling.draw:find_cuts_by_sort"),
     _triton("rejection sampling", "draw:reject", "minivllm.sampling.rejection:Rejection"),
+    _triton("lora", "lora:SlotTable", "minivllm.lora.layer:add_deltas_naive"),
     _triton("rms norm", "elementwise:rms_norm", f"{_TWINS}:rms_norm"),
     _triton("silu mul", "elementwise:silu_mul", f"{_TWINS}:silu_mul"),
 )

@@ -32,3 +32,16 @@ ROUNDED = {
     torch.float16: {"atol": 1e-5, "rtol": 2**-11},
     torch.bfloat16: {"atol": 1e-5, "rtol": 2**-8},
 }
+
+# A product of two matrices, or two such products one after the other, with operands scaled so that every product has
+# entries of size 1 (normal numbers, those of a matrix with n inputs divided by sqrt(n)), against float64.
+# - Between two products the entries are rounded to the dtype: each of n <= 16 terms then errs by u * |h| * |w|, that is
+#   u * 0.8 * 0.8 / sqrt(n) in the mean: 0.64 sqrt(n) u = 2.6 u in the worst case that all errors have one sign.
+# - The result is rounded: u * |result|, the relative part.
+# Sums are accumulated in float32, each addition rounding a sum of size 1: 100 terms err by 100 * 2^-24 = 6e-6 in the
+# worst case, by a tenth of it in the mean; for float32 itself that is the whole error, with the size of sums, up to 5.
+PRODUCT = {
+    torch.float32: {"atol": 1e-5, "rtol": 1e-6},
+    torch.float16: {"atol": 4 * 2**-11, "rtol": 2**-11},
+    torch.bfloat16: {"atol": 4 * 2**-8, "rtol": 2**-8},
+}

@@ -4,10 +4,11 @@ must move. Tiny shapes are for the interpreter, on a machine without a GPU; the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
+from case import Case
+from products import product_cases
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec
@@ -17,16 +18,6 @@ from minivllm.kernels.triton import draw, elementwise, paged
 from minivllm.kernels.triton.tiles import decode_tile, num_splits, prefill_tile
 from minivllm.sampling import draw as draw_twin
 from minivllm.sampling.rejection import Rejection
-
-
-class Case(NamedTuple):
-    kernel: str
-    shape: str
-    call: Callable[[], Tensor]  # writes its poisoned output and returns it
-    oracle: Callable[[], Tensor]
-    tolerance: float  # of |error| / (1 + |result|); 0: equal
-    num_bytes: int  # read and written once
-    flops: int = 0
 
 
 def cases(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int) -> Iterator[Case]:
@@ -49,6 +40,7 @@ def cases(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int) -> It
     )
     yield from _sampling(device, *((3, 256) if tiny else (256, 128_000)))
     yield _rejection(device, *((6, 256) if tiny else (256, 128_000)))
+    yield from product_cases(device, dtype, tiny)
 
 
 def _attention_shapes(tiny: bool) -> list[tuple[list[int], list[int]]]:

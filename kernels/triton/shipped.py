@@ -11,10 +11,12 @@ from minivllm.kernels.triton import (
     attention,
     cache,
     draw,
+    lora,
     norm,
     paged,
     rejection,
     sampling,
+    shrink_expand,
 )
 from minivllm.kernels.triton.tiles import Tile, decode_tile, prefill_tile
 
@@ -65,6 +67,7 @@ def shipped() -> Iterator[Shipped]:
     yield from _norms()
     yield from _sampling()
     yield from _rejection()
+    yield from _lora()
 
 
 def _attention(shape: Shape) -> Iterator[Shipped]:
@@ -139,3 +142,16 @@ def _rejection() -> Iterator[Shipped]:
     ):
         own, fixed = ({arg: known[arg] for arg in kernel.arg_names if arg in known} for known in (types, constants))
         yield Shipped(name, kernel, own, fixed, num_warps, wide_loads=wide)
+
+
+def _lora() -> Iterator[Shipped]:
+    """qkv of Llama-3.1-8B: decodes, then prompts."""
+    sizes = lora.Sizes(n_in=4096, n_out=6144, rank=16, num_parts=3)
+    types = {name: "*bf16" for name in ("x", "a", "b", "y")} | {"hidden": "*fp32"}
+    types |= {name: "*i32" for name in ("tasks", "tokens", "parts")}
+    types |= {name: "i32" for name in ("x_stride", "y_stride", "num_places")}
+    for block_m in (16, 64):
+        for name, kernel in (("shrink", shrink_expand.shrink_kernel), ("expand", shrink_expand.expand_kernel)):
+            own = {arg: types[arg] for arg in kernel.arg_names if arg in types}
+            constants, matrix = getattr(sizes, name)(block_m, False), "small" if block_m == 16 else "large"
+            yield Shipped(f"lora {name}, {block_m} tokens", kernel, own, constants, 4, matrix=matrix)

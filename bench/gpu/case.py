@@ -1,0 +1,16 @@
+"""One row of bench/gpu/run.py's tables."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Case(NamedTuple):
+    kernel: str
+    shape: str
+    call: Callable[[], Tensor]  # writes its poisoned output and returns it
+    oracle: Callable[[], Tensor]
+    tolerance: float  # of |error| / (1 + |result|); 0: equal
+    num_bytes: int  # read and written once
+    flops: int = 0

@@ -1,0 +1,58 @@
+"""The products of bench/gpu/run.py: LoRA's. Shapes are Llama-3.1-8B's, or tiny ones for
+the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from case import Case
+from torch import Tensor
+
+from minivllm.kernels.triton.lora import SlotTable, Tasks
+from minivllm.lora.layer import Delta, Group, Part, add_deltas
+
+
+def product_cases(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[Case]:
+    """Operands are scaled for results of size 1; tolerances as tests/tolerances.py, PRODUCT: unit is twice its u."""
+    unit = torch.finfo(dtype).eps
+    for num_tokens in (5,) if tiny else (1, 32, 2048):
+        yield _lora(device, dtype, num_tokens, tiny, 2.5 * unit)
+
+
+def normal(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(shape, device=device) / shape[-1] ** 0.5).to(dtype)
+
+
+def _lora(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool, tolerance: float) -> Case:
+    """Eight adapters of rank 16 on qkv, the tokens shared out among them."""
+    n_in, bounds = (48, (0, 32, 48, 64)) if tiny else (4096, (0, 4096, 5120, 6144))
+    columns = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    table = SlotTable(8, n_in, columns, 16, dtype, device)
+    deltas = []
+    for slot in range(8):
+        bs = [normal(c.stop - c.start, 16, device=device, dtype=dtype).T for c in columns]
+        parts = tuple(Part(slice(16 * i, 16 * i + 16), c, b) for i, (c, b) in enumerate(zip(columns, bs, strict=True)))
+        deltas.append(Delta(normal(48, n_in, device=device, dtype=dtype), parts))
+        table.fill(slot, *deltas[-1])
+    found = [(slot, np.arange(slot, num_tokens, 8)) for slot in range(min(8, num_tokens))]
+    tasks = Tasks(found, device)
+    x, y = torch.randn(num_tokens, n_in, device=device).to(dtype), torch.zeros(num_tokens, bounds[-1], device=device)
+    y = y.to(dtype)
+
+    def call() -> Tensor:
+        table.add(y, x, tasks)  # once where the result is looked at
+        return y
+
+    def oracle() -> Tensor:
+        wide = [Delta(a.double(), tuple(p._replace(b=p.b.double()) for p in parts)) for a, parts in deltas]
+        groups = [Group(slot, torch.from_numpy(rows).to(device)) for slot, rows in found]
+        wanted = torch.zeros(y.shape, dtype=torch.float64, device=device)
+        add_deltas(wanted, x.double(), groups, wide)
+        return wanted
+
+    matrices = (48 * n_in + 16 * bounds[-1]) * len(found)
+    moved = (matrices + x.numel() + 2 * y.numel()) * dtype.itemsize
+    flops = 2 * num_tokens * matrices // len(found)
+    return Case("lora", f"{num_tokens} x {n_in}", call, oracle, tolerance, moved, flops)
