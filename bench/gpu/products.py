@@ -1,4 +1,4 @@
-"""The products of bench/gpu/run.py: LoRA's. Shapes are Llama-3.1-8B's, or tiny ones for
+"""The products of bench/gpu/run.py: LoRA's, and those with 4-bit weights. Shapes are Llama-3.1-8B's, or tiny ones for
 the interpreter."""
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from case import Case
 from torch import Tensor
 
 from minivllm.kernels.triton.lora import SlotTable, Tasks
+from minivllm.kernels.triton.w4a16 import Matrix
 from minivllm.lora.layer import Delta, Group, Part, add_deltas
+from minivllm.quantization.formats import Packed, dequantise, quantise
 
 
 def product_cases(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[Case]:
@@ -19,6 +21,7 @@ def product_cases(device: torch.device, dtype: torch.dtype, tiny: bool) -> Itera
     unit = torch.finfo(dtype).eps
     for num_tokens in (5,) if tiny else (1, 32, 2048):
         yield _lora(device, dtype, num_tokens, tiny, 2.5 * unit)
+        yield _w4a16(device, dtype, num_tokens, tiny, unit)
 
 
 def normal(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -56,3 +59,18 @@ def _lora(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool,
     moved = (matrices + x.numel() + 2 * y.numel()) * dtype.itemsize
     flops = 2 * num_tokens * matrices // len(found)
     return Case("lora", f"{num_tokens} x {n_in}", call, oracle, tolerance, moved, flops)
+
+
+def _w4a16(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool, tolerance: float) -> Case:
+    n_in, n_out = (64, 80) if tiny else (4096, 14336)
+    packed = Packed(*(part.to(device) for part in quantise(torch.randn(n_out, n_in) / n_in**0.5, 4)))
+    matrix, x = Matrix(packed), torch.randn(num_tokens, n_in, device=device).to(dtype)
+    out = torch.full((num_tokens, n_out), torch.nan, device=device).to(dtype)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+    def oracle() -> Tensor:
+        return x.double() @ dequantise(packed).double().T
+
+    moved = n_in * n_out // 2 + 4 * packed.scales.numel() + (x.numel() + out.numel()) * dtype.itemsize
+    label, flops = f"{num_tokens} x {n_in} x {n_out}", 2 * num_tokens * n_in * n_out
+    return Case("w4a16 linear", label, lambda: matrix(x, out, sms), oracle, tolerance, moved, flops)

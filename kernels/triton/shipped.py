@@ -13,10 +13,12 @@ from minivllm.kernels.triton import (
     draw,
     lora,
     norm,
+    packed_product,
     paged,
     rejection,
     sampling,
     shrink_expand,
+    w4a16,
 )
 from minivllm.kernels.triton.tiles import Tile, decode_tile, prefill_tile
 
@@ -68,6 +70,7 @@ def shipped() -> Iterator[Shipped]:
     yield from _sampling()
     yield from _rejection()
     yield from _lora()
+    yield from _w4a16()
 
 
 def _attention(shape: Shape) -> Iterator[Shipped]:
@@ -155,3 +158,17 @@ def _lora() -> Iterator[Shipped]:
             own = {arg: types[arg] for arg in kernel.arg_names if arg in types}
             constants, matrix = getattr(sizes, name)(block_m, False), "small" if block_m == 16 else "large"
             yield Shipped(f"lora {name}, {block_m} tokens", kernel, own, constants, 4, matrix=matrix)
+
+
+def _w4a16() -> Iterator[Shipped]:
+    """Of Llama-3.1-8B, decodes with shared groups and prompts."""
+    types = {"codes": "*u8", "x_stride": "i32", "num_tokens": "i32"}
+    types |= {name: "*fp16" for name in ("scales", "minima")} | {name: "*bf16" for name in ("x", "bias")}
+    for block_m, split in ((16, True), (64, False)):
+        constants = w4a16.constants(4096, 4096, False, split, block_m, False)
+        own = types | {"out": "*fp32" if split else "*bf16"}
+        matrix = "small" if block_m == 16 else "large"
+        yield Shipped(f"w4a16, {block_m} tokens", packed_product.w4a16_kernel, own, constants, 4, 4, matrix=matrix)
+    types = {"partial": "*fp32", "bias": "*bf16", "out": "*bf16", "num_splits": "i32"}
+    constants = {"N_OUT": 4096, "BIAS": False, "BLOCK": w4a16.BLOCK_ADD}
+    yield Shipped("sum of splits", packed_product.add_splits_kernel, types, constants, 4)
