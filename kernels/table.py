@@ -46,6 +46,7 @@ KERNELS: tuple[Kernel, ...] = (
     _triton("decode attention", "paged:decode", _ATTENTION, "runner.attention=triton"),
     _triton("prefill attention", "paged:prefill", _ATTENTION, "runner.attention=triton"),
     _triton("cache write", "elementwise:write", f"{_TWINS}:write", "runner.attention=triton"),
+    _triton("cache write in 8 bits", "elementwise:write_codes", f"{_TWINS}:write_codes", "runner.attention=triton"),
     _triton("rope + norm + cache write", "elementwise:rope_write", f"{_TWINS}:rope_write"),
     _triton("block copy", "elementwise:BlockCopier", f"{_TWINS}:copy_blocks"),
     _triton("draw", "draw:draw", "minivllm.sampling.draw:draw"),

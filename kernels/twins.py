@@ -18,6 +18,43 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor)
         cache[slots // page, :, slots % page] = new.to(cache.dtype)
 
 
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}  # codes of 8 bits
+
+
+def quantise_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [..., head_size] -> codes in dtype (int8 or e4m3), and a scale fp32 [...] for each head, by which they are
+    multiplied to get x back."""
+    largest = x.float().abs().amax(-1, keepdim=True)
+    limit = torch.full_like(largest, LARGEST[dtype])  # a number / a tensor would multiply by the reciprocal
+    codes = x.float() * torch.where(largest > 0, limit / largest, 0)
+    codes = codes.round() if dtype == torch.int8 else codes.clamp(-448, 448)
+    return codes.to(dtype), (largest / limit)[..., 0]
+
+
+def pages_of_codes(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """A cache [num_blocks, kv_heads, block_size * (head_size + 4)] of codes -> views of its codes [num_blocks,
+    kv_heads, block_size, head_size] and of the bytes of its scales [num_blocks, kv_heads, block_size, 4]."""
+    page = cache.shape[2] // (head_size + 4)
+    codes, scales = cache.split([page * head_size, page * 4], 2)
+    return codes.unflatten(2, (page, head_size)), scales.view(torch.uint8).unflatten(2, (page, 4))
+
+
+def write_codes(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """k, v [T, kv_heads, head_size] to slots [T] of caches of codes."""
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        codes, scales = pages_of_codes(cache, new.shape[-1])
+        page = codes.shape[2]
+        new_codes, new_scales = quantise_heads(new, cache.dtype)
+        codes.view(torch.uint8)[slots // page, :, slots % page] = new_codes.view(torch.uint8)
+        scales[slots // page, :, slots % page] = new_scales[..., None].view(torch.uint8)
+
+
+def read_codes(cache: Tensor, head_size: int) -> Tensor:
+    """A cache of codes -> the numbers that it holds, fp32 [num_blocks, kv_heads, block_size, head_size]."""
+    codes, scales = pages_of_codes(cache, head_size)
+    return codes.float() * scales.contiguous().view(torch.float32)
+
+
 def rope_write(
     qkv: Tensor,
     q_out: Tensor,

@@ -395,8 +395,8 @@ NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset({("attention", "triton")})
 
 CONFLICTS: tuple[Conflict, ...] = (
     *(
-        Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read a KV cache in int8; cpu can")
-        for attention in ("reference", "sdpa", "triton")
+        Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read int8 KV; cpu and triton can")
+        for attention in ("reference", "sdpa")
     ),
     Conflict(
         ("scheduler", "phased"),

@@ -14,3 +14,4 @@ class Case(NamedTuple):
     tolerance: float  # of |error| / (1 + |result|); 0: equal
     num_bytes: int  # read and written once
     flops: int = 0
+    read: Callable[[Tensor], Tensor] = Tensor.double  # what call() gave, as the oracle gives it

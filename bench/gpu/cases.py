@@ -24,7 +24,9 @@ def cases(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int) -> It
     torch.manual_seed(seed)
     unit = torch.finfo(dtype).eps
     for lengths, queries in _attention_shapes(tiny):
-        yield _attention(device, dtype, lengths, queries, tiny, 12 * unit)
+        for codes in (None, torch.int8, torch.float8_e4m3fn):
+            yield _attention(device, dtype, lengths, queries, tiny, 12 * unit, codes)
+    yield from _written(device, dtype, 5 if tiny else 4096)
     tokens, size = (5, 48) if tiny else (4096, 4096)
     x, weight = torch.randn(tokens, size, device=device).to(dtype), torch.randn(size, device=device).to(dtype)
     moved = 2 * x.numel() * x.element_size()
@@ -50,16 +52,32 @@ def _attention_shapes(tiny: bool) -> list[tuple[list[int], list[int]]]:
 
 
 def _attention(
-    device: torch.device, dtype: torch.dtype, lengths: list[int], queries: list[int], tiny: bool, tolerance: float
+    device: torch.device,
+    dtype: torch.dtype,
+    lengths: list[int],
+    queries: list[int],
+    tiny: bool,
+    tolerance: float,
+    codes: torch.dtype | None,
 ) -> Case:
-    """Requests of `lengths` tokens of which the last `queries` ask, in scattered blocks of 16; Llama-3.1-8B's heads."""
+    """Requests of `lengths` tokens of which the last `queries` ask, in scattered blocks of 16; Llama-3.1-8B's heads.
+    With e4m3 codes, slopes and sinks too."""
     spec = AttentionSpec(4, 2, 16, 0.25) if tiny else AttentionSpec(32, 8, 128, 1 / math.sqrt(128))
     counts = [-(-n // 16) for n in lengths]
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
     ids = torch.randperm(sum(counts)).to(torch.int32)
     for row, count, end in zip(tables, counts, torch.tensor(counts).cumsum(0).tolist(), strict=True):
         row[:count] = ids[end - count : end]
-    kv = torch.randn(2, sum(counts), spec.num_kv_heads, 16, spec.head_size, device=device).to(dtype)
+    held = kv = torch.randn(2, sum(counts), spec.num_kv_heads, 16, spec.head_size, device=device).to(dtype)
+    if codes is not None:
+        k, v = kv.transpose(2, 3).flatten(1, 2)
+        kv = torch.empty(*kv.shape[:3], 16 * (spec.head_size + 4), dtype=codes, device=device)
+        twins.write_codes(k, v, *kv, torch.arange(len(k), device=device))
+        held = torch.stack([twins.read_codes(half, spec.head_size) for half in kv])
+    by_head = paged.NOTHING
+    if codes == torch.float8_e4m3fn:
+        numbers = torch.arange(1, spec.num_heads + 1, device=device)
+        by_head = paged.ByHead(2.0**-numbers, numbers / spec.num_heads)
     q = torch.randn(sum(queries), spec.num_heads, spec.head_size, device=device).to(dtype)
     out = torch.full_like(q, torch.nan)
     starts = torch.tensor([0, *queries]).cumsum(0)
@@ -67,36 +85,63 @@ def _attention(
     requests = paged.Requests(*(x.to(device, torch.int32) for x in arrays), sum(queries))
     head = paged.Head(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.scale, 0, 0.0)
     scratch = paged.Scratch(device)
-    shape = spec.num_heads // spec.num_kv_heads, spec.head_size, dtype.itemsize
+    shape = spec.num_heads // spec.num_kv_heads, spec.head_size
     decodes = max(queries) == 1
 
     def call() -> Tensor:
         if decodes:
-            tile = decode_tile(*shape)
+            tile = decode_tile(*shape, kv.itemsize)
             sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
             splits = num_splits(len(lengths), spec.num_kv_heads, sms, max(lengths) // tile.block_n + 1)
-            paged.decode(q, *kv, requests, head, out, scratch, tile, splits)
+            paged.decode(q, *kv, requests, head, out, scratch, tile, splits, by_head)
         else:
-            paged.prefill(q, *kv, requests, head, out, prefill_tile(*shape))
+            paged.prefill(q, *kv, requests, head, out, prefill_tile(*shape, dtype.itemsize), by_head)
         return out
 
     def oracle() -> Tensor:
         results = []
         for r, (length, count) in enumerate(zip(lengths, queries, strict=True)):
             blocks = tables[r, : counts[r]].long().to(device)
-            k, v = kv[:, blocks].transpose(2, 3).flatten(1, 2)[:, :length].double()
+            k, v = held[:, blocks].transpose(2, 3).flatten(1, 2)[:, :length].double()
             first = int(starts[r])
             for begin in range(0, count, 256):  # scores of one piece of queries at a time
                 end = min(begin + 256, count)
                 seen = length - count + end
-                results.append(attend_dense(q[first + begin : first + end].double(), k[:seen], v[:seen], spec))
+                asked = q[first + begin : first + end].double()
+                results.append(attend_dense(asked, k[:seen], v[:seen], spec, *by_head))
         return torch.cat(results)
 
-    moved = 2 * sum(lengths) * spec.num_kv_heads * spec.head_size * dtype.itemsize + 2 * q.numel() * dtype.itemsize
+    moved = sum(lengths) * kv.numel() // (sum(counts) * 16) * kv.itemsize + 2 * q.numel() * dtype.itemsize
     pairs = sum(n * length - n * (n - 1) // 2 for n, length in zip(queries, lengths, strict=True))
     kind = "decode attention" if decodes else "prefill attention"
-    label = f"{len(lengths)} x {max(lengths)}"
+    label = f"{len(lengths)} x {max(lengths)}" + (f", {str(codes)[6:]}" if codes else "")
     return Case(kind, label, call, oracle, tolerance, moved, 4 * pairs * spec.num_heads * spec.head_size)
+
+
+def _written(device: torch.device, dtype: torch.dtype, num_tokens: int) -> Iterator[Case]:
+    """Numbers are compared, not codes: a product that is rounded in another place can move a code by one."""
+    k, v = torch.randn(2, num_tokens, 8, 128, device=device).to(dtype)
+    slots = torch.randperm(num_tokens, device=device)
+    for codes, step in ((torch.int8, 1 / 127), (torch.float8_e4m3fn, 1 / 8)):
+        yield _written_as(codes, k, v, slots, step)
+
+
+def _written_as(codes: torch.dtype, k: Tensor, v: Tensor, slots: Tensor, step: float) -> Case:
+    caches = torch.zeros(2, len(slots) // 16 + 1, 8, 16 * 132, dtype=codes, device=k.device)
+
+    def numbers(caches: Tensor) -> Tensor:
+        return torch.stack([twins.read_codes(cache, 128) for cache in caches]).double()
+
+    def call() -> Tensor:
+        elementwise.write_codes(k, v, *caches, slots)
+        return caches
+
+    def oracle() -> Tensor:
+        twins.write_codes(k, v, *caches, slots)
+        return numbers(caches)
+
+    label, moved = f"{len(slots)} tokens, {str(codes)[6:]}", 2 * k.numel() * (k.itemsize + 1)
+    return Case("cache write in 8 bits", label, call, oracle, step, moved, read=numbers)
 
 
 def _sampling(device: torch.device, count: int, size: int) -> Iterator[Case]:

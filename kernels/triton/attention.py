@@ -9,99 +9,26 @@ launched apart. In both, the query heads of one KV head are rows of one matrix: 
 - Prefill gives a program BLOCK_M // group queries. The grid is an upper bound known without reading a length; which
   request a program serves is a binary search. Tiles of keys that all its queries see are computed without a mask.
 
-Softmax is FlashAttention-2's (Dao 2023) in powers of two: log2(e) is folded into the scale. Keys past the end of a
-request are never read: whatever lies there, NaN too, would survive a multiplication by zero.
+The loop is attend.py's. A sink (Xiao et al. 2024, as in gpt-oss) is one more score of a head whose value is zero: it is
+where the running maximum and sum begin.
 
 Cache layout: K and V each [num_blocks, kv_heads, block_size, head_size]; a page of one head is one piece of memory.
-Twin: minivllm.attention.reference.
+Or codes in 8 bits with scales, see codes.py. Twin: minivllm.attention.reference.
 """
 
 import triton
 import triton.language as tl
 
+from minivllm.kernels.triton.attend import attend
+
 MAX_SPLITS = 32  # the join reads them as one tile
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load(base, rows, inside, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of a page: [BLOCK_N, WIDTH], zero where `inside` is false or past HEAD_SIZE."""
-    dims = tl.arange(0, WIDTH)
-    at = base + rows[:, None] * HEAD_SIZE + dims[None, :]
-    if MASKED:
-        return tl.load(at, mask=inside[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0)
-    elif WIDTH != HEAD_SIZE:
-        return tl.load(at, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
-    else:
-        return tl.load(at)
-
-
-@triton.jit
-def _scores(q, k, scale, cap, SOFT_CAP: tl.constexpr):
-    """[BLOCK_M, BLOCK_N], times log2(e), which `scale` or `cap` holds already."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if SOFT_CAP:  # tanh out of an exponential that can only underflow
-        e = tl.exp2(-2.8853900817779268 * tl.abs(scores))
-        tanh = (1 - e) / (1 + e)
-        scores = cap * tl.where(scores < 0, -tanh, tanh)
-    return scores
-
-
-@triton.jit
-def _attend(
-    acc,
-    norm,
-    peak,
-    q,
-    k_cache,
-    v_cache,
-    table,
-    head,
-    positions,
-    first,
-    last,
-    begin,
-    end,
-    scale,
-    cap,
-    KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Keys begin : end in tiles, into (acc, norm, peak). positions [BLOCK_M]: of the queries. Only keys first : last
-    may be read; without MASKED every key of every tile is seen by every query."""
-    for start in range(begin, end, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
-        inside = (keys >= first) & (keys < last)
-        if MASKED:
-            page = tl.load(table + keys // PAGE, mask=inside, other=0).to(tl.int64)
-        else:
-            page = tl.load(table + keys // PAGE).to(tl.int64)
-        rows = (page * KV_HEADS + head) * PAGE + keys % PAGE
-        k = _load(k_cache, rows, inside, HEAD_SIZE, WIDTH, MASKED)
-        v = _load(v_cache, rows, inside, HEAD_SIZE, WIDTH, MASKED)
-        if UPCAST:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
-        scores = _scores(q, k, scale, cap, SOFT_CAP)
-        if MASKED:
-            seen = inside[None, :] & (keys[None, :] <= positions[:, None])
-            if WINDOW > 0:
-                seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen nothing yet
-        weights = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(peak - base)
-        norm = norm * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        peak = new_peak
-    return acc, norm, peak
+def _by_head(values, heads, lanes_used):
+    """[BLOCK_M] fp32: one a query head, times log2(e)."""
+    return tl.load(values + heads, mask=lanes_used, other=0.0) * LOG2E
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -116,6 +43,8 @@ def decode_kernel(
     partial,  # [requests, heads, splits, head_size] fp32
     peaks,  # [requests, heads, splits] fp32
     norms,  # [requests, heads, splits] fp32
+    slopes,  # [heads] fp32, or None: no ALiBi
+    sinks,  # [heads] fp32, or None
     scale,
     cap,
     q_stride,
@@ -127,6 +56,7 @@ def decode_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    KIND: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -156,10 +86,18 @@ def decode_kernel(
     queries = tl.load(q + row * q_stride + heads[:, None] * HEAD_SIZE + dims[None, :], mask=own, other=0.0)
     if UPCAST:
         queries = queries.to(tl.float32)
-    acc, norm, peak = _attend(
+    norm = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    steepness = norm
+    if slopes is not None:
+        steepness = _by_head(slopes, heads, lanes < GROUP)
+    if sinks is not None:  # one split has it
+        norm = tl.where(split == 0, norm + 1, norm)
+        peak = tl.where(split == 0, _by_head(sinks, heads, lanes < GROUP), peak)
+    acc, norm, peak = attend(
         tl.zeros([BLOCK_M, WIDTH], tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        norm,
+        peak,
         queries,
         k_cache,
         v_cache,
@@ -172,6 +110,7 @@ def decode_kernel(
         end,
         scale,
         cap,
+        steepness,
         KV_HEADS,
         HEAD_SIZE,
         WIDTH,
@@ -179,7 +118,8 @@ def decode_kernel(
         BLOCK_N,
         WINDOW,
         SOFT_CAP,
-        UPCAST,
+        slopes is not None,
+        KIND,
         True,
     )
     acc = acc / tl.where(norm > 0, norm, 1.0)[:, None]
@@ -246,6 +186,8 @@ def prefill_kernel(
     seq_lens,  # [requests] int32
     tables,  # [requests, table_stride] int32
     out,  # [T, heads, head_size]
+    slopes,
+    sinks,
     scale,
     cap,
     q_stride,
@@ -258,6 +200,7 @@ def prefill_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    KIND: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -307,6 +250,12 @@ def prefill_kernel(
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     norm = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    steepness = norm
+    if slopes is not None:
+        steepness = _by_head(slopes, heads, lanes >= 0)
+    if sinks is not None:
+        norm += 1
+        peak = _by_head(sinks, heads, lanes >= 0)
     for segment in tl.static_range(3):
         if segment == 0:
             begin, until = first // BLOCK_N * BLOCK_N, opened
@@ -315,7 +264,7 @@ def prefill_kernel(
         else:
             begin, until = closed, end
         if segment > 0 or WINDOW > 0:
-            acc, norm, peak = _attend(
+            acc, norm, peak = attend(
                 acc,
                 norm,
                 peak,
@@ -331,6 +280,7 @@ def prefill_kernel(
                 until,
                 scale,
                 cap,
+                steepness,
                 KV_HEADS,
                 HEAD_SIZE,
                 WIDTH,
@@ -338,7 +288,8 @@ def prefill_kernel(
                 BLOCK_N,
                 WINDOW,
                 SOFT_CAP,
-                UPCAST,
+                slopes is not None,
+                KIND,
                 segment != 1,
             )
     acc = acc / tl.where(norm > 0, norm, 1.0)[:, None]

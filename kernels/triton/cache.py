@@ -7,6 +7,8 @@ minivllm.kernels.twins.
 import triton
 import triton.language as tl
 
+from minivllm.kernels.triton.codes import quantise
+
 
 @triton.jit
 def write_kernel(
@@ -33,6 +35,40 @@ def write_kernel(
     target = ((slot // PAGE * KV_HEADS + heads[:, None]) * PAGE + slot % PAGE) * HEAD_SIZE + dims[None, :]
     tl.store(k_cache + target, tl.load(k + token * k_stride + source, mask=own), mask=own)
     tl.store(v_cache + target, tl.load(v + token * v_stride + source, mask=own), mask=own)
+
+
+@triton.jit
+def write_codes_kernel(
+    k,  # [T, kv_heads, head_size], rows k_stride apart
+    v,
+    k_cache,  # [num_blocks, kv_heads, PAGE * (HEAD_SIZE + 4)] int8, see codes.py
+    v_cache,
+    slots,  # [T] int64
+    k_stride,
+    v_stride,
+    KV_HEADS: tl.constexpr,
+    HEADS_WIDTH: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """One program a token, and K or V."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    heads = tl.arange(0, HEADS_WIDTH)
+    dims = tl.arange(0, WIDTH)
+    own = (heads < KV_HEADS)[:, None] & (dims < HEAD_SIZE)[None, :]
+    if tl.program_id(1) == 0:
+        source, target = k + token * k_stride, k_cache
+    else:
+        source, target = v + token * v_stride, v_cache
+    x = tl.load(source + heads[:, None] * HEAD_SIZE + dims[None, :], mask=own, other=0.0)
+    codes, scales = quantise(x.to(tl.float32), KIND)
+    pages = (slot // PAGE * KV_HEADS + heads) * (PAGE * (HEAD_SIZE + 4))
+    tl.store(target + pages[:, None] + slot % PAGE * HEAD_SIZE + dims[None, :], codes, mask=own)
+    behind = (target + pages + PAGE * HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(behind + slot % PAGE, scales, mask=heads < KV_HEADS)
 
 
 @triton.jit

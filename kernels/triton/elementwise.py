@@ -6,6 +6,8 @@ from torch import Tensor
 
 from minivllm.kernels.triton import cache, norm
 
+KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in codes.py
+
 
 def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """k, v [T, kv_heads, head_size] to slots [T] int64 of the caches [num_blocks, kv_heads, block_size, head_size]."""
@@ -21,6 +23,27 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor)
         HEAD_SIZE=head_size,
         WIDTH=triton.next_power_of_2(head_size),
         PAGE=page,
+        num_warps=4,
+    )
+
+
+def write_codes(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """k, v [T, kv_heads, head_size] to slots [T] int64 of the caches [num_blocks, kv_heads, block_size * (head_size +
+    4)], int8 or e4m3: see codes.py."""
+    kv_heads, head_size = k.shape[1:]
+    page, rest = divmod(k_cache.shape[2], head_size + 4)
+    assert k.shape == v.shape == (len(slots), kv_heads, head_size) and slots.dtype == torch.int64
+    assert rest == 0 and page * head_size % 4 == 0 and k_cache.dtype == v_cache.dtype, (k_cache.shape, k_cache.dtype)
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
+    assert all(x.stride(1) == head_size and x.stride(2) == 1 for x in (k, v)), (k.stride(), v.stride())
+    cache.write_codes_kernel[(len(slots), 2)](
+        *(k, v, k_cache.view(torch.int8), v_cache.view(torch.int8), slots, k.stride(0), v.stride(0)),
+        KV_HEADS=kv_heads,
+        HEADS_WIDTH=triton.next_power_of_2(kv_heads),
+        HEAD_SIZE=head_size,
+        WIDTH=triton.next_power_of_2(head_size),
+        PAGE=page,
+        KIND=KINDS[k_cache.dtype],
         num_warps=4,
     )
 

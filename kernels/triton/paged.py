@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minivllm.kernels.triton import attention
+from minivllm.kernels.triton.elementwise import KINDS
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.kernels.triton.tiles import Tile, power_of_two
 
@@ -31,8 +32,8 @@ class Head(NamedTuple):
         return self.scale * LOG2E, 0.0
 
 
-def constants(head: Head, page: int, tile: Tile, upcast: bool) -> dict[str, Any]:
-    """What decode_kernel and prefill_kernel are compiled with."""
+def constants(head: Head, page: int, tile: Tile, upcast: bool, kind: int = 0) -> dict[str, Any]:
+    """What decode_kernel and prefill_kernel are compiled with. kind: of the cache, see codes.py."""
     return {
         "KV_HEADS": head.num_kv_heads,
         "GROUP": head.num_heads // head.num_kv_heads,
@@ -41,6 +42,7 @@ def constants(head: Head, page: int, tile: Tile, upcast: bool) -> dict[str, Any]
         "PAGE": page,
         "WINDOW": head.window,
         "SOFT_CAP": head.soft_cap > 0,
+        "KIND": kind,
         "UPCAST": upcast,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -72,14 +74,39 @@ class Requests(NamedTuple):
     num_queries: int  # of all
 
 
-def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, requests: Requests, head: Head, out: Tensor) -> None:
-    num_blocks, kv_heads, _, head_size = k_cache.shape
-    assert (kv_heads, head_size) == (head.num_kv_heads, head.head_size), k_cache.shape
+class ByHead(NamedTuple):
+    """What a layer may add to the scores of each head: fp32 [heads] on the device."""
+
+    slopes: Tensor | None = None  # ALiBi's
+    sinks: Tensor | None = None
+
+
+NOTHING = ByHead()
+
+
+def _page(k_cache: Tensor, head: Head) -> int:
+    """Block size of a cache of numbers or of codes."""
+    return k_cache.shape[2] // (head.head_size + 4) if k_cache.dtype in KINDS else k_cache.shape[2]
+
+
+def _bytes(cache: Tensor) -> Tensor:
+    return cache.view(torch.int8) if cache.dtype in KINDS else cache
+
+
+def _check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, requests: Requests, head: Head, out: Tensor, by_head: ByHead
+) -> None:
+    page = _page(k_cache, head)
+    inner = (page * (head.head_size + 4),) if k_cache.dtype in KINDS else (page, head.head_size)
+    assert k_cache.shape == (len(k_cache), head.num_kv_heads, *inner), k_cache.shape
     assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
-    assert q.shape == out.shape == (len(q), head.num_heads, head_size) and out.is_contiguous()
-    assert q.stride(1) == head_size and q.stride(2) == 1, q.stride()
-    assert q.dtype == out.dtype == k_cache.dtype == v_cache.dtype and q.dtype in DTYPES, q.dtype
+    assert q.shape == out.shape == (len(q), head.num_heads, head.head_size) and out.is_contiguous()
+    assert q.stride(1) == head.head_size and q.stride(2) == 1, q.stride()
+    assert q.dtype == out.dtype and q.dtype in DTYPES and k_cache.dtype == v_cache.dtype, q.dtype
+    assert k_cache.dtype in (q.dtype, *KINDS), k_cache.dtype
     assert requests.tables.stride(1) == 1 and len(requests.tables) == len(requests.rows) == len(requests.seq_lens)
+    for values in by_head:
+        assert values is None or (values.shape == (head.num_heads,) and values.dtype == torch.float32), by_head
 
 
 def decode(
@@ -92,16 +119,18 @@ def decode(
     scratch: Scratch,
     tile: Tile,
     num_splits: int,
+    by_head: ByHead = NOTHING,
 ) -> None:
-    """One query for each request. q and out [T, heads, head_size], caches [num_blocks, kv_heads, block_size,
-    head_size]."""
-    _check(q, k_cache, v_cache, requests, head, out)
+    """One query for each request. q and out [T, heads, head_size], caches [num_blocks, kv_heads, block_size, head_size]
+    of q's dtype, or of codes, see codes.py."""
+    _check(q, k_cache, v_cache, requests, head, out, by_head)
     assert 1 <= num_splits <= attention.MAX_SPLITS and tile.block_m * head.num_kv_heads >= head.num_heads
     count, split = len(requests.rows), num_splits > 1
     partial, peaks, norms = scratch.take(count * head.num_heads * num_splits if split else 1, head.head_size)
-    fixed = constants(head, k_cache.shape[2], tile, INTERPRETED and q.dtype == torch.bfloat16)
+    fixed = _constants(q, k_cache, head, tile)
     attention.decode_kernel[(count, head.num_kv_heads, num_splits)](
-        *(q, k_cache, v_cache, requests.rows, requests.seq_lens, requests.tables, out, partial, peaks, norms),
+        *(q, _bytes(k_cache), _bytes(v_cache), requests.rows, requests.seq_lens, requests.tables, out),
+        *(partial, peaks, norms, *by_head),
         *head.scales(),
         q.stride(0),
         requests.tables.stride(0),
@@ -118,6 +147,11 @@ def decode(
         )
 
 
+def _constants(q: Tensor, k_cache: Tensor, head: Head, tile: Tile) -> dict[str, Any]:
+    upcast = INTERPRETED and q.dtype == torch.bfloat16
+    return constants(head, _page(k_cache, head), tile, upcast, KINDS.get(k_cache.dtype, 0))
+
+
 def join_constants(head: Head, tile: Tile) -> dict[str, Any]:
     return {
         "HEADS": head.num_heads,
@@ -130,19 +164,27 @@ def join_constants(head: Head, tile: Tile) -> dict[str, Any]:
 
 
 def prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, requests: Requests, head: Head, out: Tensor, tile: Tile
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    requests: Requests,
+    head: Head,
+    out: Tensor,
+    tile: Tile,
+    by_head: ByHead = NOTHING,
 ) -> None:
     """Any number of queries for each request. Shapes as in decode()."""
-    _check(q, k_cache, v_cache, requests, head, out)
+    _check(q, k_cache, v_cache, requests, head, out, by_head)
     count, block_q = len(requests.rows), tile.block_m * head.num_kv_heads // head.num_heads
     assert block_q >= 1 and len(requests.starts) == count + 1
     attention.prefill_kernel[(requests.num_queries // block_q + count, head.num_kv_heads)](
-        *(q, k_cache, v_cache, requests.starts, requests.rows, requests.seq_lens, requests.tables, out),
+        *(q, _bytes(k_cache), _bytes(v_cache)),
+        *(requests.starts, requests.rows, requests.seq_lens, requests.tables, out, *by_head),
         *head.scales(),
         q.stride(0),
         requests.tables.stride(0),
         count,
-        **constants(head, k_cache.shape[2], tile, INTERPRETED and q.dtype == torch.bfloat16),
+        **_constants(q, k_cache, head, tile),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

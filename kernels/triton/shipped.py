@@ -65,6 +65,7 @@ INT32 = ("rows", "seq_lens", "tables", "starts")
 def shipped() -> Iterator[Shipped]:
     for shape in SHAPES:
         yield from _attention(shape)
+    yield from _codes()
     yield from _cache()
     yield from _norms()
     yield from _sampling()
@@ -74,20 +75,46 @@ def shipped() -> Iterator[Shipped]:
 
 
 def _attention(shape: Shape) -> Iterator[Shipped]:
-    group = shape.head.num_heads // shape.head.num_kv_heads
-    decode, prefill = (choose(group, shape.head.head_size, 2) for choose in (decode_tile, prefill_tile))
-    types = {name: f"*{shape.dtype}" for name in ("q", "k_cache", "v_cache", "out")} | {name: "*i32" for name in INT32}
-    types |= {name: "*fp32" for name in ("partial", "peaks", "norms")} | {"scale": "fp32", "cap": "fp32"}
-    types |= {name: "i32" for name in ("q_stride", "table_stride", "num_requests", "num_splits")}
+    decode, prefill = _tiles(shape.head)
+    types, nothing = _attention_types(shape), {"slopes": None, "sinks": None}
     for split in (False, True):
-        constants = paged.constants(shape.head, shape.page, decode, False) | {"SPLIT": split}
+        constants = paged.constants(shape.head, shape.page, decode, False) | {"SPLIT": split} | nothing
         name = f"decode{' split' * split}, {shape.model}"
         yield _shipped(name, attention.decode_kernel, types, constants, decode, matrix="small")
     joined = Tile(0, decode.block_n, 4, 3)
     constants = paged.join_constants(shape.head, decode)
     yield _shipped(f"join, {shape.model}", attention.join_kernel, types, constants, joined)
-    constants = paged.constants(shape.head, shape.page, prefill, False)
+    constants = paged.constants(shape.head, shape.page, prefill, False) | nothing
     yield _shipped(f"prefill, {shape.model}", attention.prefill_kernel, types, constants, prefill, matrix="large")
+
+
+def _tiles(head: paged.Head, itemsize: int = 2) -> tuple[Tile, Tile]:
+    shape = head.num_heads // head.num_kv_heads, head.head_size
+    return decode_tile(*shape, itemsize), prefill_tile(*shape, 2)
+
+
+def _attention_types(shape: Shape) -> dict[str, str]:
+    types = {name: f"*{shape.dtype}" for name in ("q", "k_cache", "v_cache", "out")} | {name: "*i32" for name in INT32}
+    types |= {name: "*fp32" for name in ("partial", "peaks", "norms", "slopes", "sinks")}
+    types |= {"scale": "fp32", "cap": "fp32"}
+    return types | {name: "i32" for name in ("q_stride", "table_stride", "num_requests", "num_splits")}
+
+
+def _codes() -> Iterator[Shipped]:
+    """Llama-3.1-8B over a cache in 8 bits; with slopes and sinks once, beside e4m3."""
+    shape = SHAPES[0]
+    decode, prefill = _tiles(shape.head, 1)
+    types = _attention_types(shape) | {"k_cache": "*i8", "v_cache": "*i8"}
+    for kind, codes in ((1, "int8"), (2, "e4m3, slopes and sinks")):
+        more = {} if kind == 2 else {"slopes": None, "sinks": None}
+        constants = paged.constants(shape.head, shape.page, decode, False, kind) | {"SPLIT": True} | more
+        yield _shipped(f"decode split, {codes}", attention.decode_kernel, types, constants, decode, matrix="small")
+        constants = paged.constants(shape.head, shape.page, prefill, False, kind) | more
+        yield _shipped(f"prefill, {codes}", attention.prefill_kernel, types, constants, prefill, matrix="large")
+        types_written = {name: "*bf16" for name in ("k", "v")} | {name: "*i8" for name in ("k_cache", "v_cache")}
+        types_written |= {"slots": "*i64", "k_stride": "i32", "v_stride": "i32"}
+        heads = {"KV_HEADS": 8, "HEADS_WIDTH": 8, "HEAD_SIZE": 128, "WIDTH": 128, "PAGE": 16, "KIND": kind}
+        yield Shipped(f"cache write, {codes[:4]}", cache.write_codes_kernel, types_written, heads, 4)
 
 
 def _shipped(name: str, kernel: Any, types: dict, constants: dict, tile: Tile, **more: Any) -> Shipped:

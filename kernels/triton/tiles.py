@@ -22,7 +22,8 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 
 def decode_tile(group: int, head_size: int, itemsize: int) -> Tile:
-    """One query's heads are few rows: the tile is as small as the matrix instruction allows, and memory decides."""
+    """itemsize: of the cache. One query's heads are few rows: the tile is as small as the matrix instruction allows,
+    and memory decides."""
     return Tile(power_of_two(group), 32 if head_size > 128 or itemsize > 2 else 64, 4)
 
 

@@ -36,13 +36,13 @@ class KVSpec:
     num_kv_heads: int
     head_size: int
     block_size: int
-    dtype: torch.dtype  # torch.int8: with a float32 scale for each token and head of K and of V
+    dtype: torch.dtype  # int8 or float8_e4m3fn: with a float32 scale for each token and head of K and of V
     beside: int = 0  # bytes a block that another model keeps under the same block ids (a draft model)
 
     @property
     def bytes_per_block(self) -> int:
         """K and V of block_size tokens in all layers."""
-        per_head = self.head_size * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
+        per_head = self.head_size * self.dtype.itemsize + (4 if self.dtype.itemsize == 1 else 0)
         return 2 * self.num_layers * self.num_kv_heads * per_head * self.block_size + self.beside
 
 

@@ -1,7 +1,8 @@
 """Paged attention in Triton (kernels/triton): a launch for the decodes of a step and one for all other requests.
 
 Cache layout: [2 (K, V), num_blocks, kv_heads, block_size, head_size]. The keys of one head and block are one piece of
-memory, as a program reads them.
+memory, as a program reads them. In 8 bits: [2, num_blocks, kv_heads, block_size * (head_size + 4)], with scales behind
+the codes (kernels/triton/codes.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Meta(NamedTuple):
 
 class TritonAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
-    int8_kv: ClassVar[bool] = False
+    int8_kv: ClassVar[bool] = True
     block_axis: ClassVar[int] = 1
 
     def __init__(
@@ -46,9 +47,10 @@ class TritonAttention:
         """tiles: of decode and of prefill; None: those that are shipped for the shape."""
         from minivllm.kernels.triton import elementwise, paged
 
-        self.paged, self.write = paged, elementwise.write
+        in_codes = spec.dtype in elementwise.KINDS
+        self.paged, self.write = paged, elementwise.write_codes if in_codes else elementwise.write
         check_layers(layers, spec)
-        assert spec.dtype in paged.DTYPES, spec.dtype
+        assert in_codes or spec.dtype in paged.DTYPES, spec.dtype
         self.spec = spec
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
@@ -68,7 +70,10 @@ class TritonAttention:
         return None if INTERPRETED and device.type == "cpu" else f"its kernels need a CUDA device, not {device.type}"
 
     def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
+        page = (self.spec.block_size, self.spec.head_size)
+        if self.spec.dtype.itemsize == 1:
+            page = (self.spec.block_size * (self.spec.head_size + 4),)
+        return (2, num_blocks, self.spec.num_kv_heads, *page)
 
     def prepare(self, batch: InputBatch) -> _Meta:
         bounds = batch.query_start[: batch.num_requests + 1].astype(np.int32)
@@ -111,8 +116,8 @@ def _head(cls: type, layer: AttentionSpec):
 
 
 def _tiles(layer: AttentionSpec, spec: KVSpec) -> tuple[Tile, Tile]:
-    shape = layer.num_heads // layer.num_kv_heads, layer.head_size, spec.dtype.itemsize
-    return decode_tile(*shape), prefill_tile(*shape)
+    shape = layer.num_heads // layer.num_kv_heads, layer.head_size
+    return decode_tile(*shape, spec.dtype.itemsize), prefill_tile(*shape, max(spec.dtype.itemsize, 2))
 
 
 def _with_dense_heads(x: Tensor) -> Tensor:

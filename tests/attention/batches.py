@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec, KVSpec
+from minivllm.kernels.twins import quantise_heads
 from minivllm.runner.batch import InputBatch
 
 CPU = torch.device("cpu")
@@ -100,6 +101,9 @@ class Case:
 
     def kept(self, x: Tensor) -> Tensor:
         """K or V [n, heads, D] as the cache gives it back."""
+        if self.kv_dtype == torch.float8_e4m3fn:
+            codes, scales = quantise_heads(x, self.kv_dtype)
+            return codes.float() * scales[..., None]
         return quantised(x) if self.kv_dtype == torch.int8 else x
 
     def cache(self, backend) -> Tensor:
