@@ -54,6 +54,7 @@ KERNELS: tuple[Kernel, ...] = (
     _triton("rejection sampling", "draw:reject", "minivllm.sampling.rejection:Rejection"),
     _triton("lora", "lora:SlotTable", "minivllm.lora.layer:add_deltas_naive"),
     _triton("w4a16 linear", "w4a16:Matrix", "minivllm.quantization.formats:dequantise"),
+    _triton("layer of experts", "moe:moe", f"{_TWINS}:experts"),
     _triton("rms norm", "elementwise:rms_norm", f"{_TWINS}:rms_norm"),
     _triton("silu mul", "elementwise:silu_mul", f"{_TWINS}:silu_mul"),
 )

@@ -102,3 +102,13 @@ def silu_mul(x: Tensor, dtype: torch.dtype = F64) -> Tensor:
     """x [T, 2 * size]: gate, then up -> [T, size] = silu(gate) * up."""
     gate, up = x.to(dtype).chunk(2, -1)
     return gate * gate.sigmoid() * up
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, dtype: torch.dtype = F64) -> Tensor:
+    """As kernels.triton.moe.moe: token by token, expert by expert."""
+    out = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    for t, own in enumerate(ids.tolist()):
+        for weight, e in zip(weights[t], own, strict=True):
+            middle = silu_mul((gate_up[e].to(dtype) @ x[t].to(dtype))[None], dtype)[0]
+            out[t] += weight.to(dtype) * (down[e].to(dtype) @ middle)
+    return out

@@ -1,5 +1,5 @@
-"""The products of bench/gpu/run.py: LoRA's, and those with 4-bit weights. Shapes are Llama-3.1-8B's, or tiny ones for
-the interpreter."""
+"""The products of bench/gpu/run.py: LoRA's, those with 4-bit weights, and a layer of experts. Shapes are
+Llama-3.1-8B's and Qwen3-30B-A3B's, or tiny ones for the interpreter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from case import Case
 from torch import Tensor
 
+from minivllm.kernels import twins
 from minivllm.kernels.triton.lora import SlotTable, Tasks
+from minivllm.kernels.triton.moe import moe
 from minivllm.kernels.triton.w4a16 import Matrix
 from minivllm.lora.layer import Delta, Group, Part, add_deltas
 from minivllm.quantization.formats import Packed, dequantise, quantise
@@ -22,6 +24,7 @@ def product_cases(device: torch.device, dtype: torch.dtype, tiny: bool) -> Itera
     for num_tokens in (5,) if tiny else (1, 32, 2048):
         yield _lora(device, dtype, num_tokens, tiny, 2.5 * unit)
         yield _w4a16(device, dtype, num_tokens, tiny, unit)
+        yield _moe(device, dtype, num_tokens, tiny, 2.5 * unit)
 
 
 def normal(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -74,3 +77,24 @@ def _w4a16(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool
     moved = n_in * n_out // 2 + 4 * packed.scales.numel() + (x.numel() + out.numel()) * dtype.itemsize
     label, flops = f"{num_tokens} x {n_in} x {n_out}", 2 * num_tokens * n_in * n_out
     return Case("w4a16 linear", label, lambda: matrix(x, out, sms), oracle, tolerance, moved, flops)
+
+
+def _moe(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool, tolerance: float) -> Case:
+    hidden, size, num_experts, top_k = (32, 16, 6, 2) if tiny else (2048, 768, 128, 8)
+    x = torch.randn(num_tokens, hidden, device=device).to(dtype)
+    gate_up = normal(num_experts, 2 * size, hidden, device=device, dtype=dtype)
+    down = normal(num_experts, hidden, size, device=device, dtype=dtype)
+    weights, ids = torch.randn(num_tokens, num_experts, device=device).softmax(-1).topk(top_k)
+    weights = weights / weights.sum(-1, keepdim=True)
+    out = torch.full_like(x, torch.nan)
+
+    def call() -> Tensor:
+        return moe(x, ids, weights, gate_up, down, out)
+
+    def oracle() -> Tensor:
+        return twins.experts(x, ids, weights, gate_up, down)
+
+    matrices = ids.unique().numel() * 3 * hidden * size
+    flops = 6 * ids.numel() * hidden * size
+    label = f"{num_tokens} x {hidden}, {top_k} of {num_experts}"
+    return Case("layer of experts", label, call, oracle, tolerance, (matrices + 2 * x.numel()) * dtype.itemsize, flops)

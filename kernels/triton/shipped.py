@@ -11,7 +11,9 @@ from minivllm.kernels.triton import (
     attention,
     cache,
     draw,
+    experts,
     lora,
+    moe,
     norm,
     packed_product,
     paged,
@@ -72,6 +74,7 @@ def shipped() -> Iterator[Shipped]:
     yield from _rejection()
     yield from _lora()
     yield from _w4a16()
+    yield from _moe()
 
 
 def _attention(shape: Shape) -> Iterator[Shipped]:
@@ -199,3 +202,25 @@ def _w4a16() -> Iterator[Shipped]:
     types = {"partial": "*fp32", "bias": "*bf16", "out": "*bf16", "num_splits": "i32"}
     constants = {"N_OUT": 4096, "BIAS": False, "BLOCK": w4a16.BLOCK_ADD}
     yield Shipped("sum of splits", packed_product.add_splits_kernel, types, constants, 4)
+
+
+def _moe() -> Iterator[Shipped]:
+    """Qwen3-30B-A3B: decodes, then prompts."""
+    hidden, size, top_k = 2048, 768, 8
+    sorts = {"ids": "*i64", "counts": "*i32", "num_pairs": "i32"}
+    # A thread reads one id at a time, masked by their number. They are few and come from the cache.
+    yield Shipped("pairs by expert", experts.count_kernel, sorts, {"BLOCK": moe.BLOCK}, 4, wide_loads=False)
+    tiles = {"pairs": "*i32", "tile_experts": "*i32"}
+    constants = moe.place_constants(128, 64)
+    types = sorts | tiles | {"num_tiles": "i32"}
+    yield Shipped("places of pairs", experts.place_kernel, types, constants, 4, wide_loads=False)
+    types = tiles | {name: "*bf16" for name in ("x", "w", "out")} | {"num_pairs": "i32", "x_stride": "i32"}
+    for block_m in (16, 64):
+        kind = {"kernel": experts.grouped_kernel, "num_warps": 4, "matrix": "small" if block_m == 16 else "large"}
+        constants = moe.product_constants(size, hidden, top_k, True, block_m, False) | {"weights": None}
+        yield Shipped(f"gate and up of experts, {block_m} rows", types=types, constants=constants, **kind)
+        constants = moe.product_constants(hidden, size, 1, False, block_m, False)
+        own = types | {"weights": "*fp32"}
+        yield Shipped(f"down of experts, {block_m} rows", types=own, constants=constants, **kind)
+    types, constants = {"parts": "*bf16", "out": "*bf16"}, {"SIZE": hidden, "TOP_K": top_k, "BLOCK": moe.BLOCK}
+    yield Shipped("sum over experts", experts.combine_kernel, types, constants, 4)
