@@ -55,6 +55,9 @@ KERNELS: tuple[Kernel, ...] = (
     _triton("lora", "lora:SlotTable", "minivllm.lora.layer:add_deltas_naive"),
     _triton("w4a16 linear", "w4a16:Matrix", "minivllm.quantization.formats:dequantise"),
     _triton("layer of experts", "moe:moe", f"{_TWINS}:experts"),
+    _triton("gather inputs", "gather:gather_tokens", f"{_TWINS}:gather_tokens"),
+    _triton("gather rows", "gather:gather_rows", f"{_TWINS}:gather_rows"),
+    _triton("staged writes", "gather:StagedRows", f"{_TWINS}:write_rows"),
     _triton("rms norm", "elementwise:rms_norm", f"{_TWINS}:rms_norm"),
     _triton("silu mul", "elementwise:silu_mul", f"{_TWINS}:silu_mul"),
 )

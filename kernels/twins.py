@@ -112,3 +112,35 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
             middle = silu_mul((gate_up[e].to(dtype) @ x[t].to(dtype))[None], dtype)[0]
             out[t] += weight.to(dtype) * (down[e].to(dtype) @ middle)
     return out
+
+
+def gather_tokens(
+    all_tokens: Tensor,
+    all_tables: Tensor,
+    rows: Tensor,
+    firsts: Tensor,
+    query_start: Tensor,
+    padded_tokens: int,
+    block_size: int,
+    spare_block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As kernels.triton.gather.gather_tokens: (token_ids, positions, slots), each [padded_tokens]."""
+    found = []
+    for r, (row, first) in enumerate(zip(rows.tolist(), firsts.tolist(), strict=True)):
+        for position in range(first, first + int(query_start[r + 1] - query_start[r])):
+            block = int(all_tables[row, position // block_size])
+            found.append((int(all_tokens[row, position]), position, block * block_size + position % block_size))
+    found += [(0, 0, spare_block * block_size)] * (padded_tokens - len(found))
+    return torch.tensor(found, device=rows.device).T.unbind()
+
+
+def gather_rows(table: Tensor, rows: Tensor, width: int) -> Tensor:
+    """As kernels.triton.gather.gather_rows."""
+    return table[rows, :width]
+
+
+def write_rows(table: Tensor, writes: list[tuple[int, int, list[int], int]]) -> None:
+    """As kernels.triton.gather.StagedRows, of writes (row, first column, values, clear up to)."""
+    for row, first, values, clear_to in writes:
+        table[row, first : first + len(values)] = torch.tensor(values, dtype=table.dtype, device=table.device)
+        table[row, first + len(values) : clear_to] = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from minivllm.attention.base import AttentionSpec
 from minivllm.attention.reference import attend_dense
 from minivllm.kernels import twins
-from minivllm.kernels.triton import draw, elementwise, paged
+from minivllm.kernels.triton import draw, elementwise, gather, paged
 from minivllm.kernels.triton.tiles import decode_tile, num_splits, prefill_tile
 from minivllm.sampling import draw as draw_twin
 from minivllm.sampling.rejection import Rejection
@@ -27,6 +27,7 @@ def cases(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int) -> It
         for codes in (None, torch.int8, torch.float8_e4m3fn):
             yield _attention(device, dtype, lengths, queries, tiny, 12 * unit, codes)
     yield from _written(device, dtype, 5 if tiny else 4096)
+    yield from _inputs(device, *((5, 60) if tiny else (256, 8192)))
     tokens, size = (5, 48) if tiny else (4096, 4096)
     x, weight = torch.randn(tokens, size, device=device).to(dtype), torch.randn(size, device=device).to(dtype)
     moved = 2 * x.numel() * x.element_size()
@@ -142,6 +143,29 @@ def _written_as(codes: torch.dtype, k: Tensor, v: Tensor, slots: Tensor, step: f
 
     label, moved = f"{len(slots)} tokens, {str(codes)[6:]}", 2 * k.numel() * (k.itemsize + 1)
     return Case("cache write in 8 bits", label, call, oracle, step, moved, read=numbers)
+
+
+def _inputs(device: torch.device, count: int, length: int) -> Iterator[Case]:
+    """A step of decodes: one token of each request."""
+    tokens = torch.randint(0, 1 << 17, (count, length), dtype=torch.int32, device=device)
+    tables = torch.randint(0, 1 << 15, (count, length // 16 + 1), dtype=torch.int32, device=device)
+    rows, firsts = (torch.randint(0, n, (count,), device=device) for n in (count, length))
+    starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+    out = gather.Inputs(*torch.full((3, count), -1, device=device))
+    gathered = torch.full_like(tables, -1)
+
+    def call() -> Tensor:
+        return torch.stack(gather.gather_tokens(tokens, tables, rows, firsts, starts, out, 16, 0))
+
+    def oracle() -> Tensor:
+        return torch.stack(twins.gather_tokens(tokens, tables, rows, firsts, starts, count, 16, 0))
+
+    yield Case("gather inputs", f"{count} x 1", call, oracle, 0, 44 * count)
+    label, width = f"{count} x {tables.shape[1]}", tables.shape[1]
+    yield Case(
+        *("gather rows", label, lambda: gather.gather_rows(tables, rows, gathered)),
+        *(lambda: twins.gather_rows(tables, rows, width), 0, 8 * tables.numel()),
+    )
 
 
 def _sampling(device: torch.device, count: int, size: int) -> Iterator[Case]:

@@ -12,6 +12,8 @@ from minivllm.kernels.triton import (
     cache,
     draw,
     experts,
+    gather,
+    inputs,
     lora,
     moe,
     norm,
@@ -75,6 +77,7 @@ def shipped() -> Iterator[Shipped]:
     yield from _lora()
     yield from _w4a16()
     yield from _moe()
+    yield from _inputs()
 
 
 def _attention(shape: Shape) -> Iterator[Shipped]:
@@ -224,3 +227,18 @@ def _moe() -> Iterator[Shipped]:
         yield Shipped(f"down of experts, {block_m} rows", types=own, constants=constants, **kind)
     types, constants = {"parts": "*bf16", "out": "*bf16"}, {"SIZE": hidden, "TOP_K": top_k, "BLOCK": moe.BLOCK}
     yield Shipped("sum over experts", experts.combine_kernel, types, constants, 4)
+
+
+def _inputs() -> Iterator[Shipped]:
+    types = {name: "*i32" for name in ("all_tokens", "all_tables", "query_start", "table", "out", "writes", "values")}
+    types |= {name: "*i64" for name in ("rows", "firsts", "token_ids", "positions", "slots")}
+    types |= {name: "i32" for name in ("num_requests", "padded_tokens", "spare_slot", "width")}
+    types |= {name: "i32" for name in ("token_stride", "table_stride", "out_stride")}
+    for name, kernel, constants, num_warps, wide in (  # what is gathered one by one, or begins anywhere, is not wide
+        ("gather tokens", inputs.gather_tokens_kernel, {"PAGE": 16, "BLOCK": gather.BLOCK}, 4, False),
+        ("gather rows", inputs.gather_rows_kernel, {"BLOCK": gather.BLOCK}, 4, True),
+        ("write rows", inputs.write_rows_kernel, {"BLOCK": 128}, 1, False),
+    ):
+        own = {arg: types[arg] for arg in kernel.arg_names if arg not in constants}
+        unaligned = () if wide else ("values", "token_stride", "table_stride")
+        yield Shipped(name, kernel, own, constants, num_warps, unaligned=unaligned, wide_loads=wide)

@@ -1,0 +1,90 @@
+"""Inputs gathered on the device, in the interpreter, are those that the engine builds on the host. Run by
+test_interpreter.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minivllm.kernels import twins
+from minivllm.kernels.triton import gather
+from minivllm.kernels.triton.interpreted import INTERPRETED
+from minivllm.plan import Join, StepPlan
+from minivllm.request import SamplingParams
+from minivllm.runner.inputs import BatchKey, InputSizes
+from minivllm.runner.inputs_persistent import PersistentInputs
+
+assert INTERPRETED
+
+
+def int32(*shape: int) -> Tensor:
+    return torch.randint(0, 1 << 20, shape, dtype=torch.int32)
+
+
+def poisoned(count: int) -> gather.Inputs:
+    return gather.Inputs(*(torch.full((count,), -1) for _ in range(3)))
+
+
+@pytest.mark.parametrize("num_new", [[1], [5], [1] * 7, [3, 1, 40, 1, 2], [600, 1, 500, 3], [1] * 700])
+@pytest.mark.parametrize("padding", [0, 1, 30])
+def test_tokens_positions_and_slots_equal_the_twins(num_new, padding):
+    count, total = len(num_new), sum(num_new)
+    tokens, tables = int32(count + 3, 700), int32(count + 3, 51)
+    rows = torch.randperm(count + 3)[:count]
+    firsts = torch.tensor([int(torch.randint(0, 700 - n + 1, ())) for n in num_new])
+    query_start = torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32)
+    got = gather.gather_tokens(tokens, tables, rows, firsts, query_start, poisoned(total + padding), 14, 99)
+    wanted = twins.gather_tokens(tokens, tables, rows, firsts, query_start, total + padding, 14, 99)
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("columns, width", [(40, 40), (40, 3), (1100, 700)])
+def test_rows_equal_the_twins(columns, width):
+    table, rows = int32(9, columns), torch.tensor([8, 0, 3])
+    wide = torch.full((3, width + 5), -1, dtype=torch.int32)
+    got = gather.gather_rows(table, rows, wide[:, :width])
+    assert torch.equal(got, twins.gather_rows(table, rows, width)) and (wide[:, width:] == -1).all()
+
+
+def test_staged_writes_equal_the_twins():
+    """New rows over longer old ones, rows that grow, a write of nothing, one of more than a program's piece."""
+    table = int32(6, 300)
+    staged, wanted = gather.StagedRows(table.clone()), table.clone()
+    writes = [(4, 0, [7, 8, 9], 40), (1, 20, [5], 0), (5, 0, list(range(200)), 290), (0, 300, [], 0), (2, 0, [], 3)]
+    for write in writes:
+        staged.stage(*write)
+    assert torch.equal(staged.table, table)
+    staged.apply()
+    twins.write_rows(wanted, writes)
+    assert torch.equal(staged.table, wanted)
+    staged.apply()  # nothing is left
+    staged.stage(4, 3, [1])
+    staged.stage(4, 4, [2, 3])  # goes on
+    with pytest.raises(AssertionError, match="row 4"):
+        staged.stage(4, 9, [1])
+    staged.apply()
+    twins.write_rows(wanted, [(4, 3, [1, 2, 3], 0)])
+    assert torch.equal(staged.table, wanted)
+
+
+def test_a_step_of_the_engine_comes_out_as_on_the_host():
+    """Over the state of minivllm.runner.inputs_persistent: a prompt, a chunk, two decodes, a row that leaves."""
+    builder = PersistentInputs(InputSizes(max_rows=5, max_model_len=40, block_size=4, spare_block=50))
+    joins = [Join(name, list(range(7 * i, 8 * i + 9)), 9 + i, SamplingParams()) for i, name in enumerate("abcde")]
+    blocks = {join.req_id: list(range(10 * i, 10 * i + 4)) for i, join in enumerate(joins)}
+    builder.apply(StepPlan(0, joins=joins, new_blocks=blocks), [3, 0, 4, 1, 2])
+    plan = StepPlan(1, {"c": 5, "e": 1, "a": 9, "d": 1}, {"c": 4, "e": 12, "a": 0, "d": 11}, leaves=["b"])
+    builder.apply(plan, [])
+    batch = builder.build(plan, BatchKey(20))
+    state = torch.from_numpy(builder.token_ids), torch.from_numpy(builder.block_tables)
+    rows, firsts = torch.from_numpy(batch.rows), torch.tensor(list(plan.start.values()))
+    query_start = torch.from_numpy(batch.query_start)
+    got = gather.gather_tokens(*state, rows, firsts, query_start, poisoned(20), 4, 50)
+    for a, b in zip(got, (batch.token_ids, batch.positions, batch.slot_mapping), strict=True):
+        assert np.array_equal(a, b)
+    width = batch.block_tables.shape[1]
+    tables = gather.gather_rows(state[1], rows, torch.empty(4, width, dtype=torch.int32))
+    assert np.array_equal(tables, batch.block_tables)
