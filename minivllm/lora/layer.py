@@ -149,7 +149,7 @@ class ProductsChoice(NamedTuple):
 
 def choose_products(device: torch.device, dtype: torch.dtype) -> ProductsChoice:
     if device.type != "cpu":
-        return ProductsChoice(TorchProducts, f"two products a group: no kernel for {device.type} yet")
+        return ProductsChoice(TorchProducts, f"two products a group: no kernel for {device.type} is proven on one yet")
     if dtype not in cpu_kernel.DTYPES:
         return ProductsChoice(TorchProducts, f"two products a group: the kernel does not take {dtype}")
     if (obstacle := cpu_kernel.obstacle()) is not None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from minivllm import LLM, SamplingParams
+from minivllm.kernels.cpu import build
 from minivllm.kernels.triton.interpreted import INTERPRETED
 
 assert INTERPRETED
@@ -13,14 +16,20 @@ SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 
 SMALL |= {"executor.num_threads": 1, "scheduler.max_num_batched_tokens": 24, "scheduler.max_num_seqs": 2}
 
 
-def generate(attention: str) -> list[list[int]]:
+def generate(attention: str, kv: str = "auto") -> list[list[int]]:
     rng = random.Random(0)
     shared = [rng.randrange(200) for _ in range(17)]
     prompts = [shared + [rng.randrange(200) for _ in range(n)] for n in (1, 20)]
     params = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0.0, 0.8)]
-    with LLM(overrides={**SMALL, "runner.attention": attention, "debug.check": True}) as llm:
+    own = {"runner.attention": attention, "kv.dtype": kv, "debug.check": True}
+    with LLM(overrides=SMALL | own) as llm:
         return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def test_tokens_equal_the_references():
     assert generate("triton") == generate("reference")
+
+
+@pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+def test_tokens_over_int8_equal_those_of_the_cpus_kernels():
+    assert generate("triton", "int8") == generate("cpu", "int8")
