@@ -52,3 +52,10 @@ class TiedLMHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.method.apply(self, hidden).float()
+
+
+class NoLMHead(nn.Module):
+    """Of a decoder that only embeds."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        raise AssertionError("the model was loaded without its LM head")

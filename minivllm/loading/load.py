@@ -48,8 +48,9 @@ def load_model(
     For models that generate; an engine that pools calls resolve and load."""
     start = time.perf_counter()
     files = resolve(path, cache_dir, tokenizer)
-    if files.spec.architecture in ENCODERS:
-        raise ModelError(f"{path}: a {files.spec.architecture} reads texts and cannot generate any")
+    if files.spec.architecture in ENCODERS or not files.spec.has_head:
+        what = "" if files.spec.architecture in ENCODERS else " without its LM head"
+        raise ModelError(f"{path}: a {files.spec.architecture}{what} reads texts and cannot generate any")
     loaded = load(files, dtype, device, seed, quantization, dense_copy)
     loaded.seconds["total"] = time.perf_counter() - start
     return loaded

@@ -53,7 +53,8 @@ def load_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor, Path]], 
     unexpected = []
     with torch.no_grad():
         for name, tensor, file in tensors:
-            place = waiting.pop(name, None)
+            # A decoder that was saved without its head has the same names without their first part.
+            place = waiting.pop(name if name in waiting else f"model.{name}", None)
             if place is None:
                 unexpected += [] if derived(name, model) else [f'"{name}" in {file}']
                 continue
@@ -71,9 +72,9 @@ def load_tensors(model: nn.Module, tensors: Iterable[tuple[str, Tensor, Path]], 
 
 def derived(name: str, model: nn.Module) -> bool:
     """Tensors that some checkpoints carry though others of them determine the value, or though nobody asks for it."""
-    if name in getattr(model, "unused", ()):
+    if name.endswith("rotary_emb.inv_freq") or name in getattr(model, "unused", ()):
         return True
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.spec.tie_embeddings)
+    return name == "lm_head.weight" and (model.spec.tie_embeddings or not model.spec.has_head)
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionSpec
 from minivllm.compile.context import attend
-from minivllm.layers.embedding import Embedding, LMHead, TiedLMHead
+from minivllm.layers.embedding import Embedding, LMHead, NoLMHead, TiedLMHead
 from minivllm.layers.linear import Linear, QuantMethod, choose_method
 from minivllm.layers.norm import QKNorm, RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding, Rotation
@@ -92,6 +92,14 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def make_lm_head(spec: ModelSpec, embedding: Embedding, dtype: torch.dtype, method: QuantMethod) -> nn.Module:
+    if not spec.has_head:
+        return NoLMHead()
+    if spec.tie_embeddings:
+        return TiedLMHead(embedding, method)
+    return LMHead(spec.hidden_size, spec.vocab_size, dtype=dtype, method=method)
+
+
 class LlamaModel(nn.Module):
     """Parameters are uninitialised: fill every tensor of `checkpoint_tensors()`, then call `finish()`."""
 
@@ -109,11 +117,7 @@ class LlamaModel(nn.Module):
             self.rotary = RotaryEmbedding(spec.rope, spec.head_size, spec.max_position, dtype)
             self.layers = nn.ModuleList(DecoderLayer(spec, i, dtype, method) for i in range(spec.num_layers))
             self.norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
-            self.lm_head: nn.Module = (
-                TiedLMHead(self.embedding, method)
-                if spec.tie_embeddings
-                else LMHead(spec.hidden_size, spec.vocab_size, dtype=dtype, method=method)
-            )
+            self.lm_head = make_lm_head(spec, self.embedding, dtype, method)
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids [T] int64, positions [T] int64 -> hidden [T, hidden], the final norm applied."""

@@ -60,6 +60,7 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # generation ends at any of them
     dtype: str  # of the checkpoint: one of DTYPES
+    has_head: bool = True  # False: no LM head, so it embeds and cannot generate
 
     @property
     def num_parameters(self) -> int:
@@ -97,6 +98,14 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, sliding="use_sliding_window"),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_size=128, sliding="use_sliding_window"),
 }
+
+
+def headless_named(config: Config) -> str | None:
+    """The family of a decoder that was saved without its LM head: LlamaForCausalLM of a LlamaModel."""
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    family = f"{name.removesuffix('Model')}ForCausalLM"
+    return family if name.endswith("Model") and family in FAMILIES else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +154,7 @@ class ConfigReader:
             bos_token_id=self.token_ids("bos_token_id")[0] if self.token_ids("bos_token_id") else None,
             eos_token_ids=self.token_ids("eos_token_id"),
             dtype=self.dtype(),
+            has_head=not headless_named(self.config),
         )
         if spec.num_heads % spec.num_kv_heads:
             raise self.fail(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly")
@@ -156,6 +166,8 @@ class ConfigReader:
         named = self.config.get("architectures") or [
             name for name, family in FAMILIES.items() if family.model_type == self.config.get("model_type")
         ]
+        if headless := headless_named(self.config):
+            return headless
         if not named or named[0] not in FAMILIES:
             what = f'architecture "{named[0]}"' if named else f"model_type {self.config.get('model_type')!r}"
             raise self.fail(f"{what} is not supported. Supported: {', '.join(FAMILIES)}")

@@ -1,13 +1,13 @@
 """PoolingModel: lists of token ids in, one vector each out, in one forward without a cache.
 
 The texts are sorted by length and laid back to back: no padding in any linear layer. An encoder and a decoder run the
-same way; whether a token sees what follows is a property of their attention layers. Decoders are those that generate,
-whose LM head is loaded and not called.
+same way; whether a token sees what follows is a property of their attention layers. A decoder's LM head is not loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ class PoolingModel:
                 "a cross-encoder has one"
             )
         self.settings = self._settings(files, config)
+        if not self.is_encoder:
+            files = replace(files, spec=replace(files.spec, has_head=False))
         # Steps have many tokens, where packed weights gain nothing, and a vector must not depend on how many.
         plain, reason = asked.quantization == "auto", "steps of many tokens gain nothing from packed weights"
         quantization = "none" if plain else asked.quantization

@@ -6,34 +6,41 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.models.encoder_spec import encoder_named
+from minivllm.models.spec import headless_named
 
 GENERATE, EMBED, SCORE = "generate", "embed", "score"
 ALIASES = ("minilm", "all-minilm-l6-v2")  # of the loader's, those that embed
 
 
+class Made(NamedTuple):
+    """What a model can do, first what it does unless told otherwise, and how that is known."""
+
+    tasks: tuple[str, ...]
+    what: str
+
+
+DECODER = Made((GENERATE, EMBED), "a decoder with an LM head")
+BERT = Made((EMBED,), "a BertModel")
+
+
 def choose_task(config: EngineConfig) -> Decision:
-    """model.task, or what the model's architecture is made for. Raises ConfigError for a task that it is not made for.
+    """model.task, or what the model is made for. Raises ConfigError for a task that it cannot do.
 
     A model that cannot be found or read counts as one that generates: loading it says what is wrong.
     """
     asked, path = config.model.task, config.model.path
-    encoder = _encoder(path)
-    if encoder is None:
-        if asked == SCORE:
-            raise ConfigError(
-                f"model.task=score needs a model with a classification head; {path} is none. Under model.task=embed "
-                "scores are cosine similarities"
-            )
-        reason = "as configured" if asked != "auto" else "a decoder with a language model's head"
-        return Decision("model.task", GENERATE if asked == "auto" else asked, reason)
-    made_for = EMBED if encoder == "BertModel" else SCORE
-    if asked not in ("auto", made_for):
-        raise ConfigError(f"model.task={asked}, but {path} is a {encoder}, which can only {made_for}")
-    return Decision("model.task", made_for, f"a {encoder}")
+    made = _made(path)
+    if asked == "auto":
+        return Decision("model.task", made.tasks[0], made.what)
+    if asked not in made.tasks:
+        hint = "; a model with a classification head scores, and under embed scores are cosines" * (asked == SCORE)
+        raise ConfigError(f"model.task={asked}, but {path} is {made.what}: it can {' or '.join(made.tasks)}{hint}")
+    return Decision("model.task", asked, "as configured")
 
 
 def refuse_pooling(config: EngineConfig) -> None:
@@ -48,34 +55,41 @@ def refuse_pooling(config: EngineConfig) -> None:
         raise ConfigError(f"model.pooling={config.model.pooling} needs model.task=embed")
 
 
-def _encoder(path: str) -> str | None:
-    """The architecture, if the model is an encoder."""
+def _made(path: str) -> Made:
     if path in ALIASES:
-        return "BertModel"
+        return BERT
     local = Path(path).expanduser()
     if local.is_dir():
-        return _read(local / "config.json")
+        return _of_folder(local)
     if local.exists() or path.count("/") != 1 or path.startswith((".", "/", "~", "dummy:")) or path.endswith(".gguf"):
-        return None
+        return DECODER
     return _of_hub(path)
 
 
 @functools.cache
-def _of_hub(path: str) -> str | None:
-    """Its config.json alone, asked for once a process."""
+def _of_hub(path: str) -> Made:
+    """By two small files, asked for once a process."""
     from minivllm import waiting
 
     waiting.settle()  # before torch, which the loader imports
     from minivllm.loading import hub, sources
 
     if not sources.looks_like_hub_id(path):
-        return None
-    return _read(hub.download(path, ("config.json",)) / "config.json")
+        return DECODER
+    return _of_folder(hub.download(path, ("config.json", "modules.json")))
 
 
-def _read(path: Path) -> str | None:
+def _of_folder(folder: Path) -> Made:
     try:
-        config = json.loads(path.read_text("utf-8"))
+        config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
-        return None
-    return encoder_named(config) if isinstance(config, dict) else None
+        return DECODER
+    if not isinstance(config, dict):
+        return DECODER
+    if (encoder := encoder_named(config)) is not None:
+        return BERT if encoder == "BertModel" else Made((SCORE,), f"a {encoder}")
+    if headless_named(config):
+        return Made((EMBED,), f"a {config['architectures'][0]}, without an LM head")
+    if (folder / "modules.json").is_file():
+        return Made((EMBED, GENERATE), "a decoder with sentence-transformers' modules.json")
+    return DECODER

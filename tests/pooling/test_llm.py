@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pooling.tiny import TEXTS, hidden_of, write_bert, write_decoder, write_modules
+from pooling.tiny import TEXTS, hidden_of, randomise, write_bert, write_decoder, write_modules
 from tolerances import EMBEDDING, HIDDEN
-from transformers import LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen3Config
 
 from minivllm import LLM
 from minivllm.engine.pooling_llm import PoolingLLM
 from minivllm.errors import BadRequest, ConfigError, MinivllmError, ModelError, NeverFits
-from minivllm.loading import sources
+from minivllm.loading import load_model, sources
+from minivllm.loading.dummy import write_tokenizer
 from minivllm.pooling import task
 
 ONE = {"executor.num_threads": 1, "debug.check": True}
@@ -107,6 +108,32 @@ def test_a_decoder_pools_its_last_token_unless_told_otherwise(tmp_path):
     oracle = write_decoder(tmp_path, DECODERS["llama"])
     llm = LLM(str(tmp_path), task="embed", dtype="float32", overrides=ONE)
     np.testing.assert_allclose(vectors(llm, TEXTS), expected(llm, oracle, TEXTS, "last"), rtol=0, atol=EMBEDDING)
+
+
+@pytest.mark.parametrize("config", [DECODERS["llama"], DECODERS["qwen3"]], ids=["llama", "qwen3"])
+def test_a_decoder_that_was_saved_without_its_head_embeds(tmp_path, config):
+    """As sentence-transformers saves it: a LlamaModel, whose tensors' names lack their first part."""
+    oracle = randomise(AutoModel.from_config(config))
+    oracle.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, config.vocab_size)
+    llm = LLM(str(tmp_path), overrides=ONE)
+    assert llm.task == "embed" and "without an LM head" in llm.decisions[0].reason
+    np.testing.assert_allclose(vectors(llm, TEXTS), expected(llm, oracle, TEXTS, "last"), rtol=0, atol=EMBEDDING)
+    with pytest.raises(ConfigError, match="it can embed"):
+        LLM(str(tmp_path), task="generate")
+    with pytest.raises(ModelError, match="without its LM head reads texts"):
+        load_model(str(tmp_path), torch.float32, "cpu")
+
+
+def test_a_decoder_with_modules_json_embeds_unless_told_to_generate(tmp_path):
+    oracle = write_decoder(tmp_path, DECODERS["llama"])
+    write_modules(tmp_path, "Transformer", "Pooling", "Normalize", limit=32, pooling_mode_mean_tokens=True)
+    llm = LLM(str(tmp_path), dtype="float32", overrides=ONE)
+    assert (llm.task, llm.max_model_len) == ("embed", 32)
+    short = TEXTS[:3]
+    np.testing.assert_allclose(vectors(llm, short), expected(llm, oracle, short, "mean"), rtol=0, atol=EMBEDDING)
+    with LLM(str(tmp_path), task="generate", overrides={"kv.num_blocks": 20, **ONE}) as llm:
+        assert llm.task == "generate"
 
 
 def test_prompts_may_be_token_ids_and_keep_their_order(llm):
@@ -238,8 +265,8 @@ def test_an_llm_that_generates_embeds_nothing():
         ({"preset": "v0"}, "scheduler.kind"),
         ({"overrides": {"engine.core": "process"}}, "engine.core"),
         ({"enable_lora": True}, "lora.enabled"),
-        ({"task": "generate"}, "is a BertModel, which can only embed"),
-        ({"task": "score"}, "can only embed"),
+        ({"task": "generate"}, "is a BertModel: it can embed"),
+        ({"task": "score"}, "a BertModel: it can embed; .* classification head scores"),
         ({"max_model_len": 65}, "64 positions"),
         ({"max_model_len": 60, "max_num_batched_tokens": 50}, "max_num_batched_tokens"),
         ({"observers": [object()]}, "observers"),
