@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.cli import fail
+from minivllm.serve import rate_limit
 
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 32 * 2**10
@@ -33,6 +34,10 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     )
     what = "answer 429 while so many requests wait for a place in the batch"
     group.add_argument("--max-waiting", type=int, default=MAX_WAITING, metavar="N", help=f"{what} ({MAX_WAITING})")
+    what = "POST requests of each API key, or of each address where there are no keys, such as 60/min"
+    group.add_argument("--rate-limit", metavar="N/min", help=f"{what}; also /s and /h (off)")
+    what = "so many of them may come at once"
+    group.add_argument("--rate-burst", type=int, metavar="N", help=f"{what} (the N of --rate-limit)")
     what = "refuse larger request bodies"
     group.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES, metavar="N", help=f"{what} (16 MiB)")
     group.add_argument(
@@ -49,6 +54,12 @@ def app_options(args: argparse.Namespace) -> dict[str, Any]:
         fail(f"--max-waiting {args.max_waiting}: must be at least 0")
     if args.max_body_bytes < 1:
         fail(f"--max-body-bytes {args.max_body_bytes}: must be at least 1")
+    try:
+        limit = rate_limit.parse(args.rate_limit, args.rate_burst) if args.rate_limit is not None else None
+    except ValueError as error:
+        fail(f"--rate-limit: {error}")
+    if args.rate_burst is not None and limit is None:
+        fail("--rate-burst needs --rate-limit")
     for origin in args.cors_origin:
         scheme, separator, host = origin.partition("://")
         if origin != "*" and not (scheme in ("http", "https") and separator and host and "/" not in host):
@@ -57,6 +68,7 @@ def app_options(args: argparse.Namespace) -> dict[str, Any]:
         "api_keys": [*args.api_key, *read_keys(args.api_key_file)],
         "cors_origins": args.cors_origin,
         "max_waiting": args.max_waiting,
+        "rate_limit": limit,
         "max_body_bytes": args.max_body_bytes,
     }
 

@@ -30,6 +30,7 @@ from minivllm.serve.access import MAX_BODY_BYTES
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, attach, events
 from minivllm.serve.guard import Guard, Keys
+from minivllm.serve.rate_limit import RateLimit, RateLimiter
 from minivllm.serve.request_log import RequestLog
 from minivllm.serve.tools.parsers import HermesParser, ToolParser
 
@@ -199,11 +200,13 @@ def create_app(
     cors_origins: Sequence[str] = (),
     max_waiting: int | None = None,
     debug_endpoints: bool = False,
+    rate_limit: RateLimit | None = None,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
+    rate_limit: of each API key, or of each address.
     debug_endpoints: with those below /debug, which show what the engine does for whom.
     """
     endpoints = ENDPOINTS + DEBUG_ENDPOINTS if debug_endpoints else ENDPOINTS
@@ -219,7 +222,9 @@ def create_app(
         exception_handlers=errors.HANDLERS,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, keys=Keys(api_keys), metrics=metrics, paths={e.handler: e.path for e in endpoints})
+    paths = {e.handler: e.path for e in endpoints}
+    limiter = RateLimiter(rate_limit) if rate_limit else None
+    app.add_middleware(Guard, keys=Keys(api_keys), metrics=metrics, paths=paths, limiter=limiter)
     if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
         headers = ["x-request-id", "retry-after"]
         app.add_middleware(

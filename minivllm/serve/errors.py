@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -44,6 +45,14 @@ def closing() -> ApiError:
 def queue_full() -> ApiError:
     error = ApiError(429, "too many requests are waiting; try again later", code="queue_full")
     error.headers["retry-after"] = str(RETRY_SECONDS)
+    return error
+
+
+def rate_limited(seconds: float) -> ApiError:
+    """seconds: until the client may come back."""
+    wait = max(1, math.ceil(seconds))
+    error = ApiError(429, f"too many requests: try again in {wait} s", code="rate_limit_exceeded")
+    error.headers["retry-after"] = str(wait)
     return error
 
 

@@ -1,4 +1,4 @@
-"""Around every endpoint: the API keys, a limit on headers, and a count of responses by status.
+"""Around every endpoint: the API keys, limits on headers and on how often one asks, and a count of responses by status.
 
 `scope["state"]["key"]` names the key that a request was let in with, by its hash.
 """
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minivllm.engine.metrics import Metrics
 from minivllm.serve import errors
 from minivllm.serve.access import MAX_HEADER_BYTES
+from minivllm.serve.rate_limit import RateLimiter, client_of
 
 WRONG_KEY = (
     'this server was started with --api-key: send it as the header "Authorization: Bearer <key>", or as x-api-key'
@@ -46,9 +47,16 @@ def _hash(key: bytes) -> bytes:
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics, paths: Mapping[Callable, str]):
-        """paths: of each handler."""
-        self.app, self.keys, self.metrics, self.paths = app, keys, metrics, paths
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        metrics: Metrics,
+        paths: Mapping[Callable, str],
+        limiter: RateLimiter | None = None,
+    ):
+        """paths: of each handler. limiter: None, and everybody may ask as often as they like."""
+        self.app, self.keys, self.metrics, self.paths, self.limiter = app, keys, metrics, paths, limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,7 +83,17 @@ class Guard:
         # h11's own limit is on headers that come in pieces, whose end it has to wait for.
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             return errors.ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large")
-        return None if self._allowed(scope) else errors.ApiError(401, WRONG_KEY, "invalid_api_key")
+        if not self._allowed(scope):
+            return errors.ApiError(401, WRONG_KEY, "invalid_api_key")
+        wait = self._wait(scope)
+        return errors.rate_limited(wait) if wait else None
+
+    def _wait(self, scope: Scope) -> float:
+        """Seconds until the client may have what it asks for. What makes no work is free."""
+        if self.limiter is None or scope["method"] != "POST":
+            return 0.0
+        key = scope.get("state", {}).get("key")
+        return self.limiter.take(f"key {key}" if key else client_of((scope.get("client") or ("",))[0]))
 
     def _allowed(self, scope: Scope) -> bool:
         """All of /v1 and /debug needs a key, and beside it whatever makes the server work; looking at it does not."""

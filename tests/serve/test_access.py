@@ -202,6 +202,10 @@ def test_options_that_cannot_be_followed_end_it_before_the_model_is_loaded(certi
         (["--api-key-file", tmp_path / "none"], "No such file"),
         (["--max-waiting", -1], "at least 0"),
         (["--max-body-bytes", 0], "at least 1"),
+        (["--rate-limit", "60"], "such as 60/min"),
+        (["--rate-limit", "0/s"], "such as 60/min"),
+        (["--rate-limit", "60/min", "--rate-burst", 0], "1 request at least"),
+        (["--rate-burst", 5], "needs --rate-limit"),
     ]
     with ThreadPoolExecutor(2) as pool:
         for (_, text), said in zip(cases, pool.map(lambda case: refused(*case[0]), cases), strict=True):
