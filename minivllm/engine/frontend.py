@@ -27,7 +27,8 @@ from minivllm.lora.table import Adapter, find, lora_is_off
 from minivllm.plan import Delta
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
+# Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dictionary may have a "cache_salt".
+Prompt = str | Sequence[int] | Mapping[str, Any]
 OutputKind = Literal["cumulative", "delta", "final"]
 Messages = Sequence[Mapping[str, Any]]
 Asked = LoRARequest | str | None  # an adapter: to be loaded if need be, or the name of one that is loaded
@@ -97,6 +98,14 @@ def _connect(config: EngineConfig, observers: Sequence[Observer]) -> Link:
     return ProcessLink(config)
 
 
+def salt_of(prompt: Prompt) -> str:
+    """A prompt dictionary's "cache_salt", "" for none."""
+    salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+    if not isinstance(salt, str) or (isinstance(prompt, Mapping) and "cache_salt" in prompt and not salt):
+        raise BadRequest(f"cache_salt must be a text that is not empty, got {salt!r}", "cache_salt")
+    return salt
+
+
 class FrontEnd:
     def __init__(self, facts: Facts):
         self.max_model_len = facts.max_model_len
@@ -109,10 +118,12 @@ class FrontEnd:
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text if it was given, token ids). Raises BadRequest for anything that is no prompt."""
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not prompt:
                 raise BadRequest(
-                    f'a prompt dictionary has "prompt" or "prompt_token_ids", not {sorted(unknown)}', "prompt"
+                    f'a prompt dictionary has "prompt" or "prompt_token_ids", and may have "cache_salt"; not '
+                    f"{sorted(unknown)}",
+                    "prompt",
                 )
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
@@ -142,6 +153,7 @@ class FrontEnd:
         adapter: the name of a LoRA adapter; the engine core refuses one that is not loaded when the request arrives.
         """
         text, token_ids = self.tokenize(prompt)
+        cache_salt = salt_of(prompt) or cache_salt
         beam = params if isinstance(params, BeamSearchParams) else None
         resolved = self.prepare(beam.step if beam else params, token_ids)
         each = [resolved] if beam else children(resolved)

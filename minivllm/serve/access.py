@@ -25,6 +25,8 @@ def add_options(group: argparse._ArgumentGroup) -> None:
         help="require one of these keys; may be repeated (none)",
     )
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="more keys, one a line; # begins a comment")
+    what = "with several keys: no prompt finds what another key's left in the prefix cache, nor tells by its speed"
+    group.add_argument("--isolate-keys", action=argparse.BooleanOptionalAction, default=True, help=f"{what} (on)")
     group.add_argument(
         "--cors-origin",
         action="append",
@@ -69,6 +71,7 @@ def app_options(args: argparse.Namespace) -> dict[str, Any]:
         "cors_origins": args.cors_origin,
         "max_waiting": args.max_waiting,
         "rate_limit": limit,
+        "isolate_keys": args.isolate_keys,
         "max_body_bytes": args.max_body_bytes,
     }
 

@@ -201,12 +201,13 @@ def create_app(
     max_waiting: int | None = None,
     debug_endpoints: bool = False,
     rate_limit: RateLimit | None = None,
+    isolate_keys: bool = True,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
-    rate_limit: of each API key, or of each address.
+    rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached.
     debug_endpoints: with those below /debug, which show what the engine does for whom.
     """
     endpoints = ENDPOINTS + DEBUG_ENDPOINTS if debug_endpoints else ENDPOINTS
@@ -224,7 +225,7 @@ def create_app(
     )
     paths = {e.handler: e.path for e in endpoints}
     limiter = RateLimiter(rate_limit) if rate_limit else None
-    app.add_middleware(Guard, keys=Keys(api_keys), metrics=metrics, paths=paths, limiter=limiter)
+    app.add_middleware(Guard, keys=Keys(api_keys, isolate_keys), metrics=metrics, paths=paths, limiter=limiter)
     if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
         headers = ["x-request-id", "retry-after"]
         app.add_middleware(

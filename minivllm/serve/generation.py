@@ -88,6 +88,7 @@ class Job:
     params: SamplingParams | BeamSearchParams
     body: Sampling
     score_only: bool = False  # the prompt's logprobs are wanted, no token of an answer
+    tenant: str = ""  # whose part of the prefix cache it uses (guard.Keys.tenant); "": everybody's
     usage: Usage = field(default_factory=Usage)
     num_generated: Counter[int] = field(default_factory=Counter)  # by choice
 
@@ -126,7 +127,7 @@ class Job:
             self.params,
             f"{self.id}-{prompt}",
             priority=self.body.priority or 0,
-            cache_salt=self.body.cache_salt or "",
+            cache_salt=self.tenant + (self.body.cache_salt or ""),
             output_kind=kind,
             lora_request=self.service.adapter_of(self.body) or None,
         )
@@ -145,8 +146,9 @@ class Job:
 
 
 def attach(job: Job, request: Request) -> None:
-    """The job is this HTTP request's work, which its line in the log counts."""
+    """The job is this HTTP request's work: its line in the log counts it, and its key says whose cache it shares."""
     request.state.job = job
+    job.tenant = getattr(request.state, "tenant", "")
 
 
 class Shape(Protocol):

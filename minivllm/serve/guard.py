@@ -1,12 +1,14 @@
 """Around every endpoint: the API keys, limits on headers and on how often one asks, and a count of responses by status.
 
-`scope["state"]["key"]` names the key that a request was let in with, by its hash.
+`scope["state"]` gets the name of the key that a request was let in with (`key`), and the salt that keeps its blocks of
+the prefix cache apart from those of other keys (`tenant`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Callable, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,8 +28,11 @@ class Keys:
     hashes are compared, each in constant time (`hmac.compare_digest`), and those of keys of any length are equally
     long."""
 
-    def __init__(self, keys: Iterable[str] = ()):
-        self._hashes = [_hash(key.encode()) for key in keys]
+    def __init__(self, keys: Iterable[str] = (), isolated: bool = True):
+        """isolated: each of several keys has its own part of the prefix cache."""
+        self._hashes = list(dict.fromkeys(_hash(key.encode()) for key in keys))
+        self._isolated = isolated and len(self._hashes) > 1
+        self._secret = os.urandom(16)
 
     def __bool__(self) -> bool:
         return bool(self._hashes)
@@ -40,6 +45,12 @@ class Keys:
     def name(key: bytes) -> str:
         """What a key is called in the log: enough to tell keys apart, too little to find one by."""
         return _hash(key).hex()[:8]
+
+    def tenant(self, key: bytes) -> str:
+        """The beginning of the cache_salt of every request with this key; "": all keys share one cache. Of one length,
+        so that no cache_salt of a request can make one key's salt into another's; of this process alone, so that a
+        recorded trace says nothing about a key."""
+        return hmac.new(self._secret, _hash(key), hashlib.sha256).hexdigest()[:32] if self._isolated else ""
 
 
 def _hash(key: bytes) -> bytes:
@@ -104,5 +115,5 @@ class Guard:
         key = key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         if not self.keys.accept(key):
             return False
-        scope.setdefault("state", {})["key"] = self.keys.name(key)
+        scope.setdefault("state", {}).update(key=self.keys.name(key), tenant=self.keys.tenant(key))
         return True

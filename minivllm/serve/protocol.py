@@ -25,6 +25,7 @@ T = TypeVar("T", bound="RequestBody")
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
+NotEmpty = Annotated[str, Meta(min_length=1)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 
 
@@ -106,7 +107,7 @@ class Sampling(RequestBody, kw_only=True):
     prompt_logprobs: Annotated[NotNegative | None, doc("vLLM's: logprobs of the prompt's tokens.")] = None
     return_token_ids: Annotated[bool | None, doc("vLLM's: add token_ids and prompt_token_ids.")] = None
     priority: Annotated[Int32 | None, doc("vLLM's. Smaller is served earlier, with scheduler.policy=priority.")] = None
-    cache_salt: Annotated[str | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
+    cache_salt: Annotated[NotEmpty | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
 
     response_format: Annotated[ResponseFormat | None, doc("Hold the answer to JSON, or to a JSON Schema.")] = None
     structured_outputs: Annotated[StructuredOutputs | None, doc("vLLM's: what the output must look like.")] = None

@@ -87,6 +87,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         tool_choice=as_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=as_response_format(body.text.format if body.text else None),
+        cache_salt=body.cache_salt,
     )
 
 

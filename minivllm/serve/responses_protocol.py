@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from minivllm.serve.protocol import CachedTokens, Positive, RequestBody, accepted, doc, now, refused
+from minivllm.serve.protocol import CachedTokens, NotEmpty, Positive, RequestBody, accepted, doc, now, refused
 
 TEXT_ONLY = "this server's models read text only"
 BUILT_IN = "only functions are tools here"
@@ -106,10 +106,11 @@ class ResponsesRequest(RequestBody, kw_only=True):
     metadata: Annotated[dict[str, str] | None, doc("Comes back in the response.")] = None
 
     stream_options: ResponseStreamOptions | None = None
+    cache_salt: Annotated[NotEmpty | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
     user: Annotated[str | None, accepted()] = None
     safety_identifier: Annotated[str | None, accepted()] = None
     service_tier: Annotated[str | None, accepted()] = None
-    prompt_cache_key: Annotated[str | None, accepted("Prompts are matched by content.")] = None
+    prompt_cache_key: Annotated[str | None, accepted("Prompts are matched by content; see cache_salt.")] = None
     prompt_cache_options: Annotated[Any, accepted()] = None
     prompt_cache_retention: Annotated[str | None, accepted()] = None
     max_tool_calls: Annotated[int | None, accepted("It counts the calls of built-in tools.")] = None

@@ -57,7 +57,8 @@ def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str,
                     if abort:
                         aborts.append((step + rng.randrange(6), ids))
                     continue
-                sampling = engine.add(req_id, prompt, priority=priority, group=group, adapter=adapter, **params)
+                of_request = {"priority": priority, "group": group, "adapter": adapter, "cache_salt": salt_of(req_id)}
+                sampling = engine.add(req_id, prompt, **of_request, **params)
             except NeverFits:
                 together = group or isinstance(params, BeamSearchParams)
                 assert together and num_blocks_of(engine) < 100, "only a group may be too large, in a small pool"
@@ -72,11 +73,26 @@ def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str,
                     del wanted[req_id]
         if engine.core.has_work:
             engine.step()
+            assert_only_equals_share(engine)
         elif step > 40:
             break
     assert not engine.core.has_work
     engine.scheduler.check()
     return wanted
+
+
+def salt_of(req_id: str) -> str:
+    return "salted" if ord(req_id.partition("#")[0][-1]) % 2 else ""
+
+
+def assert_only_equals_share(engine: FakeEngine) -> None:
+    """A block that several live requests name is of one adapter and one cache_salt. (A static batch keeps the tables of
+    those that have ended.)"""
+    owners: dict[int, tuple[str, str]] = {}
+    for req_id, table in getattr(engine.kv, "tables", {}).items():
+        req = engine.scheduler.requests.get(req_id)
+        for block in getattr(table, "blocks", ()) if req else ():
+            assert owners.setdefault(block, (req.adapter, req.cache_salt)) == (req.adapter, req.cache_salt)
 
 
 def num_blocks_of(engine: FakeEngine) -> int:

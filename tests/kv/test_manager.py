@@ -141,6 +141,22 @@ def test_adapter_and_salt_divide_the_cache(other):
     assert kv.lookup(request("d", 9, **other)) == 8
 
 
+def test_two_salts_never_share_a_block_and_equal_salts_do():
+    """Also those that are equal once they are joined to an adapter's name, or look like another's encoding."""
+    spaces = [("", ""), ("", "a"), ("a", ""), ("", "aa"), ("a", "a"), ("aa", ""), ("", "\0"), ("\0", ""), ("", "['a']")]
+    kv, blocks = manager(num_blocks=4 * len(spaces)), {}
+    for i, (adapter, salt) in enumerate(spaces):
+        req = request(f"first {i}", 8, adapter=adapter, cache_salt=salt)
+        assert kv.lookup(req) == 0
+        compute(kv, req)
+        blocks[adapter, salt] = kv.tables[req.id].blocks
+    assert len({block for found in blocks.values() for block in found}) == 2 * len(spaces)
+    for i, (adapter, salt) in enumerate(spaces):
+        req = request(f"second {i}", 9, adapter=adapter, cache_salt=salt)
+        compute(kv, req)
+        assert kv.tables[req.id].blocks[:2] == blocks[adapter, salt]
+
+
 def test_prompt_logprobs_recompute_the_prompt():
     kv = manager()
     compute(kv, request("a", 8))
