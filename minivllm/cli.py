@@ -42,6 +42,7 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "spec_decode.ngram_max": "longest run of tokens that the ngram method looks up",
     "spec_decode.suffix_tokens": "tokens of earlier outputs that the suffix method remembers",
     "executor.num_threads": "threads of the CPU backend; by default the cores that this process may use",
+    "engine.step_timeout": "seconds after which a step that still runs is reported; 0: never",
     "engine.log_format": "of a core in a process of its own: text, or json",
     "debug.recent_steps": "steps that the server's /debug/trace can show",
     "debug.check": "assert every invariant after each step",

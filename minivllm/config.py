@@ -86,6 +86,7 @@ class ExecutorConfig(Section):
 class EngineSection(Section):
     core: Literal["inproc", "process"] = "inproc"
     restart: bool = True  # AsyncLLM and the server: start a process that has died again
+    step_timeout: float = 300.0  # seconds after which a step that still runs is reported; 0: never
     log_format: Literal["text", "json"] = "text"  # of an engine core in a process of its own
 
 
@@ -285,6 +286,7 @@ def check_options(config: EngineConfig) -> None:
         ("spec_decode.layers", 1, None),
         ("debug.preempt_every", 0, None),
         ("debug.recent_steps", 0, None),
+        ("engine.step_timeout", 0, None),
     ):
         value = config.get(field_)
         if value is not None and (value < low or (high is not None and value > high)):

@@ -23,7 +23,7 @@ import msgspec
 from minivllm.engine.core import EngineStats
 from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
 from minivllm.engine.link import ProcessLink
-from minivllm.engine.messages import Abort, Add, Call, Message, Refused, Report, Returned
+from minivllm.engine.messages import Abort, Add, Call, Message, Refused, Report, Returned, Stalled
 from minivllm.engine.output import RequestOutput
 from minivllm.errors import BadRequest, EngineDead
 from minivllm.lora.request import LoRARequest
@@ -54,6 +54,7 @@ class AsyncLLM(EngineHandle):
 
     def _start(self) -> None:
         self.stats = EngineStats()
+        self.stalled: str | None = None  # what a step does that runs longer than engine.step_timeout
         self.watchers: list[Watcher] = []
         self._calls: dict[int, asyncio.Future] = {}
         self._num_calls = 0
@@ -209,10 +210,14 @@ class AsyncLLM(EngineHandle):
     def _receive(self, message: Message) -> None:
         if isinstance(message, Report):
             self.stats.take(message.stats)
+            self.stalled = None
             for watcher in self.watchers:
                 watcher.on_report(message)
             if message.deltas:
                 self._post(self._deliver, message.deltas)
+        elif isinstance(message, Stalled):
+            self.stalled = message.plan
+            self.stats.num_stalled += 1  # as the core has: the next report brings its count
         elif isinstance(message, Refused):
             self._post(self._refuse, message.req_id, message.error.exception())
         elif isinstance(message, Returned):
@@ -239,7 +244,7 @@ class AsyncLLM(EngineHandle):
                 continue
             with self._linking:
                 self._link.close()
-                self._link, self._dead = link, None
+                self._link, self._dead, self.stalled = link, None, None
                 link.start(self._receive)
                 if self._closing.is_set():
                     link.close()

@@ -10,7 +10,7 @@ import msgspec
 
 from minivllm.engine.core import EngineCore, EngineStats
 from minivllm.engine.link import Link
-from minivllm.engine.messages import Abort, Add, Call, Message, Report, Returned
+from minivllm.engine.messages import Abort, Add, Call, Message, Report, Returned, Stalled
 from minivllm.plan import Delta
 from minivllm.request import EngineRequest
 
@@ -86,9 +86,7 @@ class LinkClient:
             message = self._messages.get()
             if isinstance(message, Returned) and message.error is None:
                 return message.value
-            if not isinstance(message, Report):
-                raise message.error.exception()
-            self.stats.take(message.stats)
+            self._take(message)
 
     def poll(self, timeout: float | None = None) -> list[Delta]:
         """Raises what the core refused a request with, and EngineDead once it has ended."""
@@ -97,11 +95,15 @@ class LinkClient:
                 message = self._messages.get(timeout=timeout)
             except queue.Empty:
                 return []
-            if not isinstance(message, Report):
-                raise message.error.exception()
-            self.stats.take(message.stats)
-            if message.deltas:
+            self._take(message)
+            if isinstance(message, Report) and message.deltas:
                 return message.deltas
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Report):
+            self.stats.take(message.stats)
+        elif not isinstance(message, Stalled):  # which the core has logged
+            raise message.error.exception()
 
     def close(self) -> None:
         self._link.close()

@@ -46,6 +46,7 @@ class EngineStats:
     generation_tokens: int = 0
     num_drafted: int = 0  # tokens proposed by speculative decoding and computed
     num_accepted: int = 0  # of these, how many became output
+    num_stalled: int = 0  # steps that ran longer than engine.step_timeout
 
     @property
     def kv_usage(self) -> float:
@@ -82,6 +83,7 @@ class EngineCore:
         self.clock = clock
         self.check = check
         self.stats = EngineStats()
+        self.plan: StepPlan | None = None  # the newest
         self._live: set[str] = set()  # order never matters: only asked whether it is empty or holds an id
         self._num_idle = 0
 
@@ -113,7 +115,7 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """Schedule, execute, update: one batch of tokens."""
         begin = time.perf_counter()
-        plan = self.scheduler.schedule(self.clock())
+        plan = self.plan = self.scheduler.schedule(self.clock())
         planned = time.perf_counter()
         try:
             out = self.executor.submit(plan).result()

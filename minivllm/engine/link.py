@@ -39,7 +39,7 @@ class Link(Protocol):
     facts: Facts
 
     def start(self, receive: Receive) -> None:
-        """From now on receive(message) is called for each message, in a thread of the link's own."""
+        """From now on receive(message) is called for each message, in threads of the link's own."""
         ...
 
     def send(self, command: Command) -> None: ...
@@ -75,7 +75,7 @@ class ThreadLink:
         self._thread: threading.Thread | None = None
 
     def start(self, receive: Receive) -> None:
-        loop = StepLoop(self.core, self.calls, self._take, receive)
+        loop = StepLoop(self.core, self.calls, self._take, receive, self.facts.config.engine.step_timeout)
         self._thread = threading.Thread(target=loop.run, name="minivllm-step", daemon=True)
         self._thread.start()
 

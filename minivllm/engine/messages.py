@@ -68,6 +68,13 @@ class Report(Message):
     times_ms: dict[str, float]
 
 
+class Stalled(Message):
+    """A step runs longer than engine.step_timeout. Told once; the next Report says that it has ended."""
+
+    seconds: float
+    plan: str  # what the step does
+
+
 class Refused(Message):
     """A request that the core did not take."""
 
@@ -108,4 +115,4 @@ class Failure(msgspec.Struct, array_like=True, gc=False):
 
 
 COMMANDS = Add | Abort | Call | Close
-MESSAGES = Facts | Report | Refused | Returned | Ended
+MESSAGES = Facts | Report | Stalled | Refused | Returned | Ended

@@ -166,6 +166,7 @@ class Metrics:
             (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_queries),
             (CounterMetricFamily, "prefix_cache_hits", "Tokens found in the prefix cache", stats.prefix_hits),
             (CounterMetricFamily, "num_preemptions", "Preemptions", stats.num_preempted),
+            (CounterMetricFamily, "num_stalled_steps", "Steps longer than engine.step_timeout", stats.num_stalled),
             (CounterMetricFamily, "prompt_tokens", "Prompt tokens of the requests taken", stats.prompt_tokens),
             (CounterMetricFamily, "generation_tokens", "Tokens generated", stats.generation_tokens),
             (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens proposed", stats.num_drafted),

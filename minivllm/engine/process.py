@@ -39,8 +39,12 @@ def main(folder: str) -> int:
             return None
         return decoder.decode(commands.recv())
 
+    lock = threading.Lock()  # the step loop and its watchdog; sockets belong to one thread at a time
+
     def post(message: Message) -> None:
-        messages.send(encoder.encode(message))
+        data = encoder.encode(message)
+        with lock:
+            messages.send(data)
 
     try:
         from minivllm.engine.build import build
@@ -50,7 +54,7 @@ def main(folder: str) -> int:
         engine = build(config)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         post(facts_of(engine))
-        StepLoop(engine.core, engine.calls, take, post).run()
+        StepLoop(engine.core, engine.calls, take, post, config.engine.step_timeout).run()
         code = 0
     except Exception as error:
         post(Ended(Failure.of(error)))

@@ -9,7 +9,20 @@ from typing import Any
 import msgspec
 
 from minivllm.engine.core import EngineCore
-from minivllm.engine.messages import Abort, Add, Call, Command, Ended, Failure, Message, Refused, Report, Returned
+from minivllm.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    Command,
+    Ended,
+    Failure,
+    Message,
+    Refused,
+    Report,
+    Returned,
+    Stalled,
+)
+from minivllm.engine.watchdog import Watchdog
 from minivllm.errors import BadRequest, EngineDead
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import EngineRequest
@@ -41,15 +54,18 @@ class StepLoop:
         calls: Mapping[str, Callable[..., Any]],
         take: Callable[[bool], Command | None],
         post: Callable[[Message], None],
+        step_timeout: float = 0.0,
     ) -> None:
         """calls: what a front end may ask for by name. take(block): the next command; None if there is none and block
-        is False. post: to the front end."""
+        is False. post: to the front end; from the loop's thread and, if a step outlasts step_timeout (seconds; 0: no
+        limit), from another one."""
         self._core = core
         self._calls = calls
         self._take = take
         self._post = post
         self._reporter = Reporter(core)
         core.observers.append(self._reporter)
+        self._watchdog = Watchdog(step_timeout, lambda: core.plan, self._stalled)
 
     def run(self) -> None:
         """Until Close, or until a step raises what no step can survive. The last message is Ended."""
@@ -57,14 +73,21 @@ class StepLoop:
         try:
             while self._obey():
                 if not self._core.is_settled:
+                    self._watchdog.begin()
                     self._core.step()
+                    self._watchdog.end()
                     if self._reporter.report is not None:
                         self._post(self._reporter.report)
         except Exception as failure:
             logger.exception("the step loop has died")
             error = EngineDead(f"the step loop has died: {type(failure).__name__}: {failure}")
+        self._watchdog.close()
         self._post(Ended(Failure.of(error)))
         self._core.shutdown()
+
+    def _stalled(self, seconds: float, what: str) -> None:
+        self._core.stats.num_stalled += 1
+        self._post(Stalled(seconds, what))
 
     def _obey(self) -> bool:
         """Carry out what has arrived, waiting if there is nothing else to do. False: close."""

@@ -78,8 +78,9 @@ def model_card(request: Request, name: str) -> protocol.ModelCard:
 
 
 async def health(request: Request) -> Response:
-    alive = request.app.state.service.engine.is_running
-    return reply(protocol.Health("ok" if alive else "dead"), 200 if alive else 503)
+    engine = request.app.state.service.engine
+    status = "dead" if not engine.is_running else "stalled" if engine.stalled else "ok"
+    return reply(protocol.Health(status), 200 if status == "ok" else 503)
 
 
 async def version(request: Request) -> Response:
@@ -180,7 +181,7 @@ ENDPOINTS = (
         tokenize.Tokenize,
     ),
     Endpoint("POST", "/detokenize", tokenize.detokenize, "The text of tokens", tokenize.Text, tokenize.Detokenize),
-    Endpoint("GET", "/health", health, "200 while the engine runs, 503 after", protocol.Health),
+    Endpoint("GET", "/health", health, "200 while the engine runs, 503 if a step hangs, and after", protocol.Health),
     Endpoint("GET", "/version", version, "The server's version", protocol.Version),
     Endpoint("GET", "/metrics", metrics, "Prometheus metrics"),
     Endpoint("GET", "/openapi.json", document, "This document"),

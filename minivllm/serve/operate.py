@@ -4,7 +4,10 @@ to import waits until it is needed."""
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
+
+from minivllm.cli import fail
 
 LOG_FORMATS = ("text", "json")
 RECENT_STEPS = 1000  # that /debug/trace can show, if debug.recent_steps does not say
@@ -17,6 +20,8 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     )
     what = "text, or json: an object a line, one line a request"
     group.add_argument("--log-format", choices=LOG_FORMATS, default="text", metavar="FORMAT", help=f"{what} (text)")
+    what = "a step that takes longer is logged, counted and makes /health say 503; 0: never"
+    group.add_argument("--step-timeout", type=float, metavar="SECONDS", help=f"{what} (300)")
     group.add_argument(
         "--debug-endpoints", action="store_true", help="GET /debug/trace: the last steps, for ui.perfetto.dev (off)"
     )
@@ -25,6 +30,10 @@ def add_options(group: argparse._ArgumentGroup) -> None:
 def engine_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     """AsyncLLM's options, with what these ask of the engine."""
     own: dict[str, Any] = {"engine.log_format": args.log_format}
+    if args.step_timeout is not None:
+        if not 0 <= args.step_timeout < math.inf:
+            fail(f"--step-timeout {args.step_timeout}: seconds, or 0 for no limit")
+        own["engine.step_timeout"] = args.step_timeout
     if args.debug_endpoints:
         own["debug.recent_steps"] = RECENT_STEPS
     return {**options, "overrides": {**own, **options["overrides"]}}

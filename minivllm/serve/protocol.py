@@ -501,7 +501,7 @@ class ErrorBody(Struct):
 
 
 class Health(Struct):
-    status: Literal["ok", "dead"]
+    status: Literal["ok", "stalled", "dead"]
 
 
 class Version(Struct):

@@ -51,6 +51,7 @@ class FakeEngine:
     max_model_len = 100
     model_name = "fake"
     is_running = True
+    stalled = None
     decisions = ()
     config = SimpleNamespace(model=SimpleNamespace(path="fake"), scheduler=SimpleNamespace(max_num_seqs=2))
 
