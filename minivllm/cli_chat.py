@@ -88,10 +88,10 @@ class RemoteModel:
     def answer(self, messages: Messages) -> Iterator[str]:
         body = {"model": self.name, "messages": messages, "stream": True, **self._params}
         with self._open("POST", "/chat/completions", body) as response:
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+            for line in _lines(response):
+                if not line.startswith(b"data: {"):
                     continue
-                event = json.loads(line.removeprefix("data: "))
+                event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise BadRequest(event["error"]["message"])
                 yield from (choice["delta"].get("content") or "" for choice in event["choices"])
@@ -112,6 +112,14 @@ class RemoteModel:
                 yield response
         except httpx.TransportError as error:
             raise UserError(f"no server at {self._client.base_url}: {error}. Start one: make serve") from None
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """httpx's iter_lines also ends a line at U+2028 and others, which may be in a text."""
+    rest = b""
+    for data in response.iter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
 
 
 def _error_text(response: httpx.Response) -> str:

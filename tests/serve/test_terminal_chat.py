@@ -126,3 +126,10 @@ def test_leaving_an_answer_of_a_server_ends_its_request(fake, eventually):
     finally:
         gate.set()
         model.close()
+
+
+def test_what_python_takes_for_a_line_end_may_be_in_an_answer(fake):
+    fake.engine.script = ["a\u2028b", "\x85", "\x0b\x1cc\n"]
+    model = cli_chat.RemoteModel(fake.url, {"max_tokens": 9}, None, None)
+    assert "".join(model.answer([{"role": "user", "content": "Hi"}])) == "a\u2028b\x85\x0b\x1cc\n"
+    model.close()
