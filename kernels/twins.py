@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minivllm.attention.base import AttentionSpec
+from minivllm.attention.reference import visible
+
 F64 = torch.float64
 
 
@@ -144,3 +147,22 @@ def write_rows(table: Tensor, writes: list[tuple[int, int, list[int], int]]) -> 
     for row, first, values, clear_to in writes:
         table[row, first : first + len(values)] = torch.tensor(values, dtype=table.dtype, device=table.device)
         table[row, first + len(values) : clear_to] = 0
+
+
+def attend_with(
+    q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec, slopes: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """`attend_dense` (minivllm/attention/reference.py) with more by head: q [n, heads, D], k and v [L, kv_heads, D] ->
+    [n, heads, D]. slopes [heads]: ALiBi's (Press et al. 2022). sinks [heads]: one more score of each head, of a value
+    that is zero."""
+    group, place = layer.num_heads // layer.num_kv_heads, torch.arange(len(k), device=k.device)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [L, heads, D]
+    scores = torch.einsum("nhd,lhd->hnl", q, k) * layer.scale
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * (place - place[len(k) - len(q) :, None])
+    scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], layer.sliding_window, q.device), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(-1, len(q), 1)], -1)
+    return torch.einsum("hnl,lhd->nhd", scores.softmax(-1)[..., : len(k)], v)

@@ -12,7 +12,6 @@ from products import product_cases
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec
-from minivllm.attention.reference import attend_dense
 from minivllm.kernels import twins
 from minivllm.kernels.triton import draw, elementwise, gather, paged
 from minivllm.kernels.triton.tiles import decode_tile, num_splits, prefill_tile
@@ -109,7 +108,7 @@ def _attention(
                 end = min(begin + 256, count)
                 seen = length - count + end
                 asked = q[first + begin : first + end].double()
-                results.append(attend_dense(asked, k[:seen], v[:seen], spec, *by_head))
+                results.append(twins.attend_with(asked, k[:seen], v[:seen], spec, *by_head))
         return torch.cat(results)
 
     moved = sum(lengths) * kv.numel() // (sum(counts) * 16) * kv.itemsize + 2 * q.numel() * dtype.itemsize

@@ -17,6 +17,7 @@ namespace minivllm {
 
 constexpr int CHUNK = 4, RANKS = 4, COLUMNS = 4;  // CHUNK x RANKS, then CHUNK x COLUMNS accumulators
 constexpr int LINE = 64, PANEL = 64;              // bytes, columns
+constexpr int AHEAD = 2560;                       // bytes of a slot asked for before they are needed
 
 struct Part {
   const char* b;  // packed
@@ -55,6 +56,11 @@ inline float sum(Floats v) {
 #endif
 }
 
+// The processor looks ahead within a page alone, and a layer's slot is a few of them.
+inline void ask_ahead(const char* from, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + AHEAD + i);
+}
+
 // acc[m][j] += one line of A's rows, times as much of x. `x` may be shorter: what is missing is 0.
 template <Kind K, int M>
 inline void line(const char* a, const char* const* x, int64_t at, int64_t bytes, Floats (&acc)[M][RANKS]) {
@@ -80,7 +86,10 @@ inline void hidden_block(const char* a, int64_t n_in, const char* const* x, int6
   Floats acc[M][RANKS] = {};
   const int64_t bytes = n_in * item_size(K);
   int64_t at = 0;
-  for (; at + LINE <= bytes; at += LINE, a += RANKS * LINE) line<K, M>(a, x, at, INT64_MAX, acc);
+  for (; at + LINE <= bytes; at += LINE, a += RANKS * LINE) {
+    ask_ahead(a, RANKS * LINE);
+    line<K, M>(a, x, at, INT64_MAX, acc);
+  }
   if (at < bytes) line<K, M>(a, x, at, bytes, acc);
   for (int m = 0; m < M; m++)
     for (int j = 0; j < RANKS; j++) hidden[m * num_ranks + j] = sum(acc[m][j]);
@@ -99,6 +108,7 @@ inline void column_block(const char* b, int64_t rank, const float* hidden, int64
     }
   for (int64_t j = 0; j < rank; j++, b += PANEL * item_size(K)) {
     Floats w[COLUMNS];
+    ask_ahead(b, COLUMNS * LANES * item_size(K));
     for (int c = 0; c < COLUMNS; c++) w[c] = load_floats<K>(b + c * LANES * item_size(K));
     for (int m = 0; m < M; m++) {
       Floats h = splat(hidden[m * num_ranks + j]);

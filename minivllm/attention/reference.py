@@ -79,25 +79,15 @@ class ReferenceAttention:
         out[meta.num_tokens :] = 0  # padding rows: nobody reads them, but they pass through the layers that follow
 
 
-def attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec, slopes: Tensor | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    """The queries are the last of the keys' positions. q [n, heads, D], k and v [L, kv_heads, D] -> [n, heads, D].
-
-    slopes [heads]: ALiBi's (Press et al. 2022). sinks [heads]: one more score of each head, of a value that is zero.
-    """
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:
+    """The queries are the last of the keys' positions. q [n, heads, D], k and v [L, kv_heads, D] -> [n, heads, D]."""
     group = layer.num_heads // layer.num_kv_heads
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [L, heads, D]
     scores = torch.einsum("nhd,lhd->hnl", q, k) * layer.scale
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-    if slopes is not None:
-        key = torch.arange(len(k), device=k.device)
-        scores = scores + slopes[:, None, None] * (key - key[len(k) - len(q) :, None])
     scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], layer.sliding_window, q.device), -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(-1, len(q), 1)], -1)
-    return torch.einsum("hnl,lhd->nhd", scores.softmax(-1)[..., : len(k)], v)
+    return torch.einsum("hnl,lhd->nhd", scores.softmax(-1), v)
 
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

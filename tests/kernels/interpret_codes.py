@@ -14,7 +14,6 @@ from tolerances import ATTENTION
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec
-from minivllm.attention.reference import attend_dense
 from minivllm.attention.triton import TritonAttention
 from minivllm.kernels import twins
 from minivllm.kernels.triton import elementwise, paged
@@ -122,7 +121,7 @@ def right(
     for length, count in zip(lengths, queries, strict=True):
         own = slice(first_block * PAGE, first_block * PAGE + length)
         asked = q[first_query : first_query + count].double()
-        wanted.append(attend_dense(asked, k[own], v[own], spec, *extra))
+        wanted.append(twins.attend_with(asked, k[own], v[own], spec, *extra))
         first_block, first_query = first_block + -(-length // PAGE), first_query + count
     torch.testing.assert_close(got.double(), torch.cat(wanted), **ATTENTION[dtype])
 
