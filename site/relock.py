@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 from bookext.quotes import ROOT, relock
 
