@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
+sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[:2])
 
 from bookext.quotes import ROOT, relock
 
