@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from minivllm.features import INPUT_BUILDERS
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -31,11 +33,11 @@ def test_host_measures_each_phase_with_each_input_builder(tmp_path):
     results = run("host.py", *args)["results"]
     rows = results["step_ms"]
     assert [(row["num_reqs"], row["inputs"]) for row in rows] == [
-        (n, inputs) for n in (1, 3) for inputs in ("rebuild", "persistent")
+        (n, inputs) for n in (1, 3) for inputs in INPUT_BUILDERS.names()
     ]
     assert all(row[phase]["median"] > 0 for row in rows for phase in ("schedule", "prepare", "update", "trace"))
     ratios = [(row["num_reqs"], row["prepare"]) for row in results["ratios"]]
-    assert [n for n, _ in ratios] == [1, 3] and all(0 < r["low"] <= r["ratio"] <= r["high"] for _, r in ratios)
+    assert [n for n, _ in ratios] == [1, 1, 3, 3] and all(0 < r["low"] <= r["ratio"] <= r["high"] for _, r in ratios)
     run("host.py", *args)
     assert len(out.read_text().splitlines()) == 2  # results are appended
 
