@@ -6,7 +6,7 @@ adapter are multiplied together (Punica's SGMV, Chen et al. 2023), tokens withou
 
 Two ways to multiply. `TorchProducts` runs everywhere: two small products a group and part. For a decode step's few
 tokens these calls cost more than their arithmetic, so on a CPU `KernelProducts` hands all small groups of a layer to
-one call of a C++ kernel (kernels/cpu/lora.cpp) and only large ones, such as a prompt, to torch.
+one call of a C++ kernel (kernels/cpu/lora.cpp) and only large ones, such as a long prompt, to torch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class TorchProducts:
 class KernelGroups(TokenGroups):
     """Groups of at most MAX_TOKENS are the kernel's, the others remain in `groups`."""
 
-    MAX_TOKENS = 64
+    MAX_TOKENS = 256
 
     tasks: cpu_kernel.Tasks | None = None
 
