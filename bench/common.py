@@ -42,6 +42,14 @@ def emit(name: str, params: dict[str, Any], results: Any, out: Path | None) -> N
             file.write(line + "\n")
 
 
+def _program() -> list[str]:
+    """What was run, from the project's root: a script, or with -m a package, whose name in argv is a path."""
+    path = Path(sys.argv[0]).resolve()
+    if path.name == "__main__.py" and path.is_relative_to(ROOT):
+        return ["-m", ".".join(path.parent.relative_to(ROOT).parts)]
+    return [sys.argv[0]]
+
+
 def record(name: str, params: dict[str, Any], results: Any) -> dict[str, Any]:
     """What was measured, with all that made the number."""
     return {
@@ -49,7 +57,7 @@ def record(name: str, params: dict[str, Any], results: Any) -> dict[str, Any]:
         "bench": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *_program(), *sys.argv[1:]]),
         "machine": machine.describe(),
         "env": {
             name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_"))
