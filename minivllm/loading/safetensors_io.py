@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,14 @@ from minivllm.errors import ModelError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, kind: type = dict) -> Any:
+    """kind: dict or list. Raises ModelError for anything else."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, OSError) as e:
         raise ModelError(f"{path}: not readable as JSON ({e}). Fetch the file again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected a JSON object. Fetch the file again")
+    if not isinstance(value, kind):
+        raise ModelError(f"{path}: expected a JSON {'object' if kind is dict else 'array'}. Fetch the file again")
     return value
 
 

@@ -7,12 +7,11 @@ vector, is refused by name.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from minivllm.errors import ModelError
+from minivllm.loading.safetensors_io import read_json
 
 # The rule's name in the Pooling step's config.json: the one switch that is on, or (newer) the value of "pooling_mode".
 MODES = {
@@ -43,14 +42,14 @@ def read_settings(folder: Path | None, is_encoder: bool, asked: str = "auto") ->
 
 
 def _from_files(folder: Path) -> PoolerSettings:
-    modules = _read(folder / "modules.json", list)
+    modules = read_json(folder / "modules.json", list)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         path, steps = folder / "modules.json", ", ".join(kinds)
         raise ModelError(f"{path}: only Transformer, Pooling and Normalize are supported, not {steps}")
     pooling = folder / str(modules[1].get("path", "")) / "config.json"
     limits = folder / str(modules[0].get("path", "")) / "sentence_bert_config.json"
-    limit = _read(limits, dict) if limits.is_file() else {}
+    limit = read_json(limits) if limits.is_file() else {}
     if limit.get("do_lower_case"):
         raise ModelError(f"{limits}: do_lower_case=true is not supported (a tokenizer.json that lower-cases is)")
     _refuse_prompts(folder / "config_sentence_transformers.json")
@@ -58,7 +57,7 @@ def _from_files(folder: Path) -> PoolerSettings:
 
 
 def _mode(path: Path) -> str:
-    config = _read(path, dict)
+    config = read_json(path)
     named = config.get("pooling_mode")
     on = [named] if named else [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
     if len(on) != 1 or on[0] not in MODES:
@@ -68,15 +67,5 @@ def _mode(path: Path) -> str:
 
 
 def _refuse_prompts(path: Path) -> None:
-    if path.is_file() and (name := _read(path, dict).get("default_prompt_name")):
+    if path.is_file() and (name := read_json(path).get("default_prompt_name")):
         raise ModelError(f'{path}: default_prompt_name "{name}" is not supported: put the prompt before each text')
-
-
-def _read(path: Path, kind: type) -> Any:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as e:
-        raise ModelError(f"{path}: not readable as JSON ({e}). Fetch the file again") from None
-    if not isinstance(value, kind):
-        raise ModelError(f"{path}: expected a JSON {'object' if kind is dict else 'array'}. Fetch the file again")
-    return value
