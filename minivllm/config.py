@@ -41,6 +41,7 @@ class KVConfig(Section):
     num_blocks: int | None = None  # size of the pool; None: from memory
     memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
     memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
+    prefault: bool = False  # touch the whole pool at start-up, so that no step waits for the system to find pages
     allocation: str = "paged"
     prefix: str = "hash"
     hash: str = "sha256_cbor"
