@@ -44,6 +44,11 @@ class ForwardRunner(Protocol):
         ...
 
 
+def device_inputs(batch: InputBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """token_ids and positions [padded T] int64, wherever they are now."""
+    return torch.as_tensor(batch.token_ids, device=device), torch.as_tensor(batch.positions, device=device)
+
+
 class EagerForward:
     """Calls the model as it is; where forwards are captured, between its attentions."""
 
@@ -64,6 +69,4 @@ class EagerForward:
         self._shapes.seal()
 
     def __call__(self, batch: InputBatch) -> Tensor:
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
-        positions = torch.from_numpy(batch.positions).to(self.device)
-        return self._forward(*self._shapes.inputs(token_ids, positions))
+        return self._forward(*self._shapes.inputs(*device_inputs(batch, self.device)))

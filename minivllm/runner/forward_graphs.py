@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from minivllm.attention.base import AttentionBackend
 from minivllm.compile.graphs import Captures, Recorder, capture_sizes, copy_into, make_recorder
 from minivllm.runner.batch import InputBatch, pad_requests
-from minivllm.runner.forward import ForwardOptions, ForwardRunner
+from minivllm.runner.forward import ForwardOptions, ForwardRunner, device_inputs
 from minivllm.runner.inputs import BatchKey, InputSizes
 
 MAX_CAPTURED = 512  # tokens of a step; in longer ones the host keeps ahead of the device
@@ -129,9 +129,7 @@ class FullForward:
     def __call__(self, batch: InputBatch) -> Tensor:
         if not batch.whole:
             return self.inner(batch)
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
-        positions = torch.from_numpy(batch.positions).to(self.device)
-        return self._model(list(self._captures.inputs(token_ids, positions)))[0]
+        return self._model(list(self._captures.inputs(*device_inputs(batch, self.device))))[0]
 
 
 class StaticAttention:

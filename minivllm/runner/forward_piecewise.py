@@ -28,7 +28,7 @@ from minivllm.compile.trace import skeleton, tensors_of
 from minivllm.loading.cache import Cache
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.compile_job import Build, Job
-from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.forward import ForwardOptions, device_inputs
 from minivllm.runner.inputs import BatchKey
 
 logger = logging.getLogger("minivllm")
@@ -75,9 +75,7 @@ class PiecewiseForward:
         self._warm()
 
     def __call__(self, batch: InputBatch) -> Tensor:
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
-        positions = torch.from_numpy(batch.positions).to(self.device)
-        return self._forward(*self._shapes.inputs(token_ids, positions))
+        return self._forward(*self._shapes.inputs(*device_inputs(batch, self.device)))
 
     def _warm(self) -> None:
         self._shapes.open()

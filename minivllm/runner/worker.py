@@ -24,7 +24,7 @@ from minivllm.loading import LoadedModel, load_model
 from minivllm.loading.cache import default_cache_dir
 from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.machine import cpu_quota, num_cores
-from minivllm.plan import StepOutput, StepPlan
+from minivllm.plan import Landing, StepOutput, StepPlan
 from minivllm.quantization.crossover import TOKENS, run_layer, settle
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
@@ -33,6 +33,7 @@ from minivllm.runner.dummies import DummyBatches
 from minivllm.runner.forward import ForwardOptions
 from minivllm.runner.forward_graphs import Graphed, Setting
 from minivllm.runner.inputs import BatchKey, InputBuilder, InputSizes, Rows
+from minivllm.runner.late import stay_on_device
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.rehearsal import peak_of, rehearse
@@ -187,6 +188,9 @@ class Worker:
         graphed = self._forward(model, backend, self._input_sizes(sizes))
         if config.runner.graphs != "none":
             self._decide("runner.graphs", *graphed.decision)
+        verifier = Verifier(sampler, parts.make_acceptance(proposer))
+        max_rows = config.scheduler.max_num_seqs
+        verifier, inputs = stay_on_device(verifier, inputs, config.engine.overlap, max_rows, self.device)
         moved = [*device_caches, *proposer.kv_caches]
         host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
         return ModelRunner(
@@ -195,9 +199,9 @@ class Worker:
             attention=graphed.attention,
             kv_caches=device_caches,
             inputs=inputs,
-            rows=Rows(config.scheduler.max_num_seqs),
+            rows=Rows(max_rows),
             sampler=sampler,
-            verifier=Verifier(sampler, parts.make_acceptance(proposer)),
+            verifier=verifier,
             proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=BlockMoves(moved, host_caches, backend.block_axis),
@@ -327,7 +331,7 @@ class Worker:
     def facts(self) -> WorkerFacts:
         return self._facts
 
-    def execute(self, plan: StepPlan) -> StepOutput:
+    def execute(self, plan: StepPlan) -> StepOutput | Landing:
         return self.runner.execute(plan)
 
     def load_adapter(self, key: str, path: str) -> int:
