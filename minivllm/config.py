@@ -65,6 +65,7 @@ class RunnerConfig(Section):
     attention: str = "auto"
     forward: str = "auto"
     compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
+    graphs: str = "none"
 
 
 class SpecDecodeConfig(Section):

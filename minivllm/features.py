@@ -104,6 +104,15 @@ FORWARDS: Registry = Registry(
         "piecewise": "minivllm.runner.forward_piecewise:PiecewiseForward",
     },
 )
+GRAPHS: Registry = Registry(
+    "runner.graphs",
+    {
+        "none": "minivllm.runner.forward_graphs:none",
+        "piecewise": "minivllm.runner.forward_graphs:piecewise",
+        "full": "minivllm.runner.forward_graphs:full",
+        "full+piecewise": "minivllm.runner.forward_graphs:full_and_piecewise",
+    },
+)
 PROPOSERS: Registry = Registry(
     "spec_decode.method",
     {
@@ -303,6 +312,17 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "graphs",
+        "runner.graphs",
+        GRAPHS.names(),
+        "none",
+        "which forwards are captured once for each size and replayed without the host's work (CUDA graphs; on a CPU "
+        "recorded calls that assert what a graph needs): what lies between two attentions, whole decode steps, or both",
+        chapter="14",
+        workload="fixed",
+        metric="tpot_p50",
+    ),
+    Feature(
         "spec_decode",
         "spec_decode.method",
         PROPOSERS.names(),
@@ -423,6 +443,15 @@ CONFLICTS: tuple[Conflict, ...] = (
         for option in ("background", "wait")
     ),
     *(
+        conflict
+        for graphs in GRAPHS.names()
+        if graphs != "none"
+        for conflict in (
+            Conflict(("forward", "fused"), ("graphs", graphs), "its C++ calls are for CPUs, which have no graphs"),
+            Conflict(("graphs", graphs), ("lora", True), "a capture would keep the adapters of its own step"),
+        )
+    ),
+    *(
         Conflict(("overlap", 2), ("spec_decode", method), "how far a guess went is known only when its step has ended")
         for method in PROPOSERS.names()
         if method != "none"
@@ -455,6 +484,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
             ("forward", FORWARDS.names(), "auto", "runs its model eagerly"),
             ("compile", ("off", "background", "wait"), "off", "runs its model eagerly"),
+            ("graphs", GRAPHS.names(), "none", "runs its model eagerly"),
             ("lora", (False, True), False, "has its own layers, without adapters"),
             ("spec_decode", PROPOSERS.names(), "none", "is the baseline: its cache takes back no rejected draft"),
         )

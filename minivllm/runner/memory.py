@@ -76,8 +76,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pref
     return torch.from_numpy(pages).view(dtype).view(shape)
 
 
-def size_pool(config: EngineConfig, spec: KVSpec, device: torch.device, max_model_len: int) -> tuple[int, Decision]:
-    """Blocks of the pool. max_model_len: the most that one request can use, in tokens."""
+def size_pool(
+    config: EngineConfig, spec: KVSpec, device: torch.device, max_model_len: int, forwards: int = 0
+) -> tuple[int, Decision]:
+    """Blocks of the pool. max_model_len: the most that one request can use, in tokens. forwards: bytes that they and
+    their captures take."""
     kv = config.kv
     per_block = spec.bytes_per_block
     useful = config.scheduler.max_num_seqs * -(-max_model_len // kv.block_size)
@@ -88,6 +91,8 @@ def size_pool(config: EngineConfig, spec: KVSpec, device: torch.device, max_mode
     else:
         free = free_memory(device)
         size, reason = kv.memory_fraction * free, f"{kv.memory_fraction:.0%} of {format_size(free)} free"
+        if forwards > free - size:
+            size, reason = max(0, free - forwards), f"{format_size(free)} free, forwards take {format_size(forwards)}"
         if device.type == "cpu" and size > CPU_POOL_CAP:
             size, reason = CPU_POOL_CAP, "the most taken on a CPU unless kv.memory is set"
         num_blocks = int(size) // per_block
