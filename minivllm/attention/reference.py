@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
+from minivllm.attention.base import NHD, AttentionSpec, KVSpec, check_layers
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -33,6 +33,7 @@ class _Meta(NamedTuple):
 
 class ReferenceAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    kv_layout: ClassVar[str] = NHD
     int8_kv: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 
