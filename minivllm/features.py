@@ -341,7 +341,7 @@ FEATURES: tuple[Feature, ...] = (
         EXECUTORS.names(),
         "uni",
         "where and as what the forward runs: in this process, or as transformers' own model, one request at a time",
-        chapter="17",
+        chapter="01",
         workload="fixed",
         metric="throughput",
     ),
