@@ -267,7 +267,7 @@ FEATURES: tuple[Feature, ...] = (
         "auto",
         "how linear layers keep their weights on a CPU: auto keeps those that a GGUF file has in 4 or 8 bits; int8 and "
         "int4 round any model's when it is loaded; none computes with all of them in the model's dtype",
-        chapter="15",
+        chapter="03",
         workload="fixed",
         metric="throughput",
     ),
@@ -277,7 +277,7 @@ FEATURES: tuple[Feature, ...] = (
         (True, False),
         True,
         "keep, beside weights in 4 or 8 bits, a copy in bf16 for steps of many tokens: faster prefill, more memory",
-        chapter="15",
+        chapter="03",
         workload="fixed",
         metric="ttft_p50",
     ),
