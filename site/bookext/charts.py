@@ -268,9 +268,9 @@ def _waterfall(width: int, ratios: Sequence[Ratio], unit: str) -> str:
         at = x(mark)
         kind = "one" if mark == 1 else "grid"
         parts.append(f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - 30}"/>')
-        if mark == 1 or (at > free and abs(at - x(1)) > 34):
+        if mark == 1 or (at > free and abs(at - x(1)) > 44):
             parts.append(f'<text class="tick" x="{at:.1f}" y="{height - 12}" text-anchor="middle">{mark:g} ×</text>')
-            free = at + 36 if mark != 1 else free
+            free = at + 44 if mark != 1 else free
     for i, r in enumerate(ratios):
         y, begin, end = TOP + row * i, x(r.starts), x(r.starts * r.ratio)
         parts.append(f'<text class="tick" x="{left - 8}" y="{y + 20}" text-anchor="end">{escape(r.name)}</text>')

@@ -288,11 +288,12 @@ class Widget(Directive):
         source, rows = place.partition(":")[0], records.as_rows(self.picked(place))
         limits = self.used(source)["results"]
         roof = widgets.Roof(records.pick(limits, self.options["compute"]), records.pick(limits, self.options["memory"]))
-        unit = f" {self.options['unit']}" if "unit" in self.options else ""
+        unit = self.options.get("unit", "")
         loads = []
         for row in rows:
             label, intensity, mflops, ms = (
                 records.pick(row, self.options[name]) for name in ("label", "intensity", "mflops", "ms")
             )
-            loads.append(widgets.Load(f"{label}{unit}", intensity, mflops / ms))
+            name = f"{label} {unit.removesuffix('s') if label == 1 else unit}".strip()
+            loads.append(widgets.Load(name, intensity, mflops / ms))
         return widgets.roofline(roof, loads, self.options.get("start"))

@@ -164,7 +164,7 @@ def tokens(found: Trace, start: int | None) -> str:
     prompt, made = replay.choices(found)
     if start is None:  # where it was least sure
         start = min(range(len(made)), key=lambda i: made[i].candidates[0][1])
-    num = max(len(choice.candidates) for choice in made)
+    num = 1 + max(len(choice.candidates) for choice in made)
     frames = [_token_frame(made, i, num) for i in range(len(made))]
     frame = frames[start]
     strip = "".join(
@@ -189,9 +189,12 @@ def _token_frame(made: Sequence[replay.Choice], at: int, num: int) -> dict[str, 
     for i, other in enumerate(made):
         frame[f"c{i}"] = other.text
         frame[f"c{i}@data-is"] = "now" if i == at else "later" if i > at else "past"
+    rows = list(choice.candidates)
+    if choice.text not in dict(rows):  # it was none of the likeliest
+        rows.append((choice.text, choice.probability))
     for i in range(num):
-        text, probability = choice.candidates[i] if i < len(choice.candidates) else ("", 0.0)
-        frame[f"n{i}"], frame[f"q{i}"] = visible(text), f"{probability:.0%}"
+        text, probability = rows[i] if i < len(rows) else ("", 0.0)
+        frame[f"n{i}"], frame[f"q{i}"] = visible(text), f"{probability:.0%}" if text else ""
         frame[f"p{i}"], frame[f"p{i}@--w"] = "", f"{probability:.3f}"
         frame[f"p{i}@data-is"] = "taken" if text == choice.text else "other"
     return frame

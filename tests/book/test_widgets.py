@@ -16,6 +16,10 @@ RUNS = list(SCENES)
 # ---------------------------------------------------------------------------------------- the replay
 
 
+def tables_of(state):
+    return {req_id: list(blocks) for req_id, blocks in state.tables.items()}
+
+
 def test_the_replayed_pool_is_the_engines_at_every_step(tmp_path, monkeypatch):
     """Tables, the queue of free blocks and what can be reused, against the real manager after each schedule()."""
     core, _, _ = built = record_traces.ten_blocks_core()
@@ -34,7 +38,7 @@ def test_the_replayed_pool_is_the_engines_at_every_step(tmp_path, monkeypatch):
     monkeypatch.setattr(replay, "TRACES", tmp_path)
     (tmp_path / "again.jsonl").write_bytes(record_traces.ten_blocks())
     states = [
-        (dict(state.tables), list(state.queue), {b for b in state.queue if state.is_reusable(b)})
+        (tables_of(state), list(state.queue), {b for b in state.queue if state.is_reusable(b)})
         for _, state in replay.pool_states(replay.load("again"))
     ]
     assert len(states) == len(seen) > 6
@@ -44,7 +48,8 @@ def test_the_replayed_pool_is_the_engines_at_every_step(tmp_path, monkeypatch):
 
 def test_ten_blocks_is_the_example_of_vllms_documentation():
     """Its figures say: blocks 0, 1, 2 are found; the queue was 7-8-9-4-3-2-6-5-1-0; block 3 is evicted."""
-    shown = {step: (dict(state.tables), list(state.queue)) for step, state in replay.pool_states(replay.load("ten-blocks"))}
+    states = replay.pool_states(replay.load("ten-blocks"))
+    shown = {step: (tables_of(state), list(state.queue)) for step, state in states}
     assert shown[0][0] == {"first": [0, 1, 2, 3]} and shown[2][0] == {"first": [0, 1, 2, 3, 4]}
     assert shown[3][0]["second"] == [0, 1, 5, 6]
     assert shown[5] == ({}, [7, 8, 9, 4, 3, 2, 6, 5, 1, 0])
@@ -146,7 +151,12 @@ def page(browser, gallery):
     opened.close()
 
 
-SHOW = "([tag, k]) => { const w = document.querySelector(tag); w.show(k); return Object.fromEntries([...w.querySelectorAll('[data-slot]')].map(e => [e.dataset.slot, e.textContent])); }"
+# The text of every slot of the first widget of a kind, after step k.
+SHOW = """([tag, k]) => {
+  const widget = document.querySelector(tag);
+  widget.show(k);
+  return Object.fromEntries([...widget.querySelectorAll("[data-slot]")].map((e) => [e.dataset.slot, e.textContent]));
+}"""
 
 
 @pytest.mark.parametrize(("tag", "name"), [("mv-blocks", "small-pool"), ("mv-prefix", "ten-blocks")])
