@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from string import ascii_uppercase
 from typing import Any
 
 from bench.common import commit
@@ -58,11 +57,11 @@ def greedy(num_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, seed=0, max_tokens=num_tokens, ignore_eos=True, **more)
 
 
-def drive(core: EngineCore, arrivals: Arrivals, now: Callable[[], float]) -> None:
+def drive(core: EngineCore, arrivals: Arrivals) -> None:
     """Requests are added when their time has come, however busy the engine is."""
-    pending = deque(arrivals)
+    pending, start = deque(arrivals), time.perf_counter()
     while pending or not core.is_settled:
-        while pending and pending[0][0] <= now():
+        while pending and pending[0][0] <= time.perf_counter() - start:
             core.add(pending.popleft()[1])
         if core.is_settled:
             time.sleep(0.001)
@@ -105,9 +104,7 @@ def stall(preset: str) -> bytes:
     for _ in range(TRIES):
         engine.core.scheduler.base.kv.forget_cached()  # what the run before left behind
         start = time.perf_counter()
-        run = recorded(
-            engine.core, config, engine.info, lambda: drive(engine.core, arrivals, lambda: time.perf_counter() - start)
-        )
+        run = recorded(engine.core, config, engine.info, lambda: drive(engine.core, arrivals))
         runs.append((time.perf_counter() - start, run))
     engine.core.shutdown()
     return told(min(runs)[1], words_of(tokenizer), f"stall-{preset}")
@@ -153,9 +150,7 @@ def sampled_text() -> bytes:
     return from_engine(engine, config, tokenizer, arrivals, "sampled-text")
 
 
-def from_engine(
-    engine: Engine, config: EngineConfig, tokenizer: TextTokenizer, arrivals: Arrivals, name: str
-) -> bytes:
+def from_engine(engine: Engine, config: EngineConfig, tokenizer: TextTokenizer, arrivals: Arrivals, name: str) -> bytes:
     run = recorded(engine.core, config, engine.info, lambda: drive_by_steps(engine.core, arrivals))
     engine.core.shutdown()
     return told(run, words_of(tokenizer), name)
@@ -177,8 +172,8 @@ class Scripted:
     def shutdown(self) -> None: ...
 
 
-# Name: the step it arrives at, its prompt, its output. vLLM's documentation ("Automatic Prefix Caching") has the lengths
-# and the order; its second prompt begins as the first does for ten tokens, its third for twelve.
+# Name: the step it arrives at, its prompt, its output. Lengths and order are those of vLLM's documentation ("Automatic
+# Prefix Caching"): the second prompt begins as the first does for ten tokens, the third for twelve.
 TEN_BLOCKS = {
     "first": (0, "ABCDEFGHIJKLMNO", "PQRS"),
     "second": (3, "ABCDEFGHIJwxyz", "uv"),

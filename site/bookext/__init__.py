@@ -20,9 +20,17 @@ DIRECTIVES = {
 }  # fmt: skip
 
 
+def name_headings(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Sphinx gives a toctree's caption the role of a heading, and no level."""
+    for part in ("body", "furo_navigation_tree"):
+        if part in context:
+            context[part] = context[part].replace('role="heading"', 'role="heading" aria-level="2"')
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("book_bench", str(records.BENCH), "env", [str])
     app.connect("builder-inited", lambda app: records.read_from(Path(app.config.book_bench)))
+    app.connect("html-page-context", name_headings, priority=900)  # after furo's own
     app.add_role("num", figures.Num())
     for name, directive in DIRECTIVES.items():
         app.add_directive(name, directive)

@@ -154,9 +154,7 @@ def _line(
 def cursor(width: int, frame: Frame) -> str:
     """The line at the point that the reader is at."""
     place = frame[f"cursor{width}@transform"]
-    return (
-        f'<g data-slot="cursor{width}" transform="{place}"><path class="cursor" d="M0 {TOP}V{HEIGHT - BOTTOM}"/></g>'
-    )
+    return f'<g data-slot="cursor{width}" transform="{place}"><path class="cursor" d="M0 {TOP}V{HEIGHT - BOTTOM}"/></g>'
 
 
 def plot(width: int) -> str:
@@ -171,7 +169,8 @@ def x_marks(xs: Sequence[float], x: Scale) -> list[str]:
     for value in xs:
         if x(value) - 4 * len(shown(value)) > free:
             parts.append(
-                f'<text class="tick" x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{shown(value)}</text>'
+                f'<text class="tick" x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
+                f"{shown(value)}</text>"
             )
             free = x(value) + 4 * len(shown(value)) + 4
     return parts
@@ -190,7 +189,8 @@ def dot(number: int, x: float, y: float) -> str:
 
 def legend(series: Sequence[Series]) -> str:
     keys = "".join(
-        f'<span class="m-{s.meaning}"><svg viewBox="0 0 12 12" aria-hidden="true">{dot(i, 6, 6)}</svg>{escape(s.name)}</span>'
+        f'<span class="m-{s.meaning}"><svg viewBox="0 0 12 12" aria-hidden="true">{dot(i, 6, 6)}</svg>'
+        f"{escape(s.name)}</span>"
         for i, s in enumerate(series)
     )
     return f'<p class="legend">{keys}</p>'
@@ -252,17 +252,22 @@ class Ratio(NamedTuple):
     starts: float = 1.0
 
 
+RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5, 10)  # that an axis may name
+
+
 def waterfall(ratios: Sequence[Ratio], unit: str) -> str:
     """Ratios on a logarithmic axis, so that steps which multiply up are lengths that add up."""
     return both(lambda width: _waterfall(width, ratios, unit))
 
 
 def _waterfall(width: int, ratios: Sequence[Ratio], unit: str) -> str:
-    row, left = 32, 190 if width == WIDE else 116
+    needed = 24 + 7.5 * max(len(r.name) for r in ratios)
+    is_above = needed > (200 if width == WIDE else 120)  # then each name stands over its bar
+    row, left, down = (50, 14, 18) if is_above else (32, needed, 0)
     height = TOP + row * len(ratios) + 34
     ends = [r.starts * value for r in ratios for value in (1.0, r.low, r.high)]
     x = Scale([min(ends) / 1.04, max(ends) * 1.04], left, width - 62, is_log=True)
-    marks = [m for m in (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5, 10) if x.marks[0] <= m <= x.marks[1]]
+    marks = [mark for mark in RATIOS if x.marks[0] <= mark <= x.marks[1]]
     parts, free = [f'<text class="label" x="4" y="16">{escape(unit)}</text>'], -math.inf
     for mark in sorted(marks, key=lambda m: (m != 1, m)):
         at = x(mark)
@@ -272,8 +277,9 @@ def _waterfall(width: int, ratios: Sequence[Ratio], unit: str) -> str:
             parts.append(f'<text class="tick" x="{at:.1f}" y="{height - 12}" text-anchor="middle">{mark:g} ×</text>')
             free = at + 44 if mark != 1 else free
     for i, r in enumerate(ratios):
-        y, begin, end = TOP + row * i, x(r.starts), x(r.starts * r.ratio)
-        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 20}" text-anchor="end">{escape(r.name)}</text>')
+        y, begin, end = TOP + row * i + down, x(r.starts), x(r.starts * r.ratio)
+        place = f'x="4" y="{y + 2}"' if is_above else f'x="{left - 8:g}" y="{y + 20}" text-anchor="end"'
+        parts.append(f'<text class="tick" {place}>{escape(r.name)}</text>')
         parts.append(f'<g class="m-{r.verdict or "other"}"><rect x="{min(begin, end):.1f}" y="{y + 7}" ')
         parts.append(f'width="{max(abs(end - begin), 1):.1f}" height="18" rx="2"/>')
         parts.append(f'<path class="interval" d="M{x(r.starts * r.low):.1f} {y + 16}H{x(r.starts * r.high):.1f}"/></g>')

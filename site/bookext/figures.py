@@ -110,8 +110,8 @@ def spread(row: Any, path: str) -> tuple[float, float, float] | None:
 
 
 class Ratios(Directive):
-    """`{ratios} source:path`, a mapping of names to {ratio, low, high, verdict}: B / A for each. `:only:` names some, in
-    their order, as `name = title`, split by |. `:unit:` says what the axis has."""
+    """`{ratios} source:path`, a mapping of names to {ratio, low, high, verdict}: B / A for each. `:only:` names some,
+    in their order, as `name = title`, split by |. `:unit:` says what the axis has."""
 
     required_arguments = 1
     option_spec = {"only": WORDS, "unit": WORDS}
@@ -124,8 +124,8 @@ class Ratios(Directive):
 
 
 class Ablation(Directive):
-    """`{ablation} source`: the rows of a result of bench/ablate.py, one bar a switch. `:kind:` path or alone; `:metric:` by
-    which all are judged, or `own`: each by what it was made for.
+    """`{ablation} source`: rows of a result of bench/ablate.py, one bar a switch. `:kind:` path or alone; `:metric:`
+    by which all are judged, or `own`: each by what it was made for.
 
     Bars of a path stand where the one before them ended if all ran the same workload, because then they multiply up.
     """
@@ -238,16 +238,16 @@ class Sources(Directive):
 
 
 class Widget(Directive):
-    """`{widget} timeline stall-v0 stall-v1`: recorded runs of chapters/traces, which the reader steps through. The content
-    is the caption, its conclusion. Options: `:start:` the first frame; and by kind
+    """`{widget} timeline stall-v0 stall-v1`: recorded runs of chapters/traces, which the reader steps through. The
+    content is the caption, its conclusion. Options: `:start:` the first frame; and by kind
 
-        timeline  runs of the same arrivals; `:names: V0 | V1`, `:seconds:` of playing, `:autoplay:` once, when it is seen
+        timeline  runs of the same arrivals; `:names: V0 | V1`, `:seconds:` of playing, `:autoplay:` once, if seen
         blocks    the pool and the block tables of one run
         prefix    the same, with the queue of free blocks
         tokens    the text of a run that reported log-probabilities
-        roofline  `source:rows` instead of a run. `:compute:` and `:memory:` are paths in the results to GFLOP/s and GB/s;
-                  `:label:`, `:intensity:` (FLOP for each byte), `:mflops:` and `:ms:` are paths in a row; `:unit:`
-                  stands behind a label
+        roofline  `source:rows` instead of a run. `:compute:` and `:memory:` are paths in the results to GFLOP/s and
+                  GB/s; `:label:`, `:intensity:` (FLOP for each byte), `:mflops:` and `:ms:` are paths in a row;
+                  `:unit:` stands behind a label
     """
 
     required_arguments = 1

@@ -51,8 +51,8 @@ def element(
     """A custom element that steps through frames. `drawn` shows frame `start`.
 
     label: what is stepped through, for those who hear it. times: of each frame, from 0 to 1; none: all equally long.
-    seconds: how long playing takes; 0: it is not played. nearest: a click goes to the frame that is nearest in time, and
-    not to the last one before it.
+    seconds: how long playing takes; 0: it is not played. nearest: a click goes to the frame that is nearest in time,
+    and not to the last one before it.
     """
     data = packed(frames) | {"label": label, "start": start, "seconds": seconds, "autoplay": autoplay}
     data["nearest"] = nearest

@@ -119,14 +119,15 @@ def inline(text: str) -> Iterator[nodes.Node]:
 
 def code_table(head: tuple[str, ...], rows: Any, code: int) -> str:
     """A table whose first `code` columns are code."""
-    cells = [
-        [f"<code>{escape(str(cell))}</code>" if i < code and cell != "" else marked(str(cell)) for i, cell in enumerate(row)]
-        for row in rows
-    ]
+    cells = [[literal(cell) if i < code else marked(str(cell)) for i, cell in enumerate(row)] for row in rows]
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells)
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     inner = f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="scroll" tabindex="0"><table class="docutils">{inner}</table></div>'
+
+
+def literal(cell: Any) -> str:
+    return f"<code>{escape(str(cell))}</code>" if cell != "" else ""
 
 
 def marked(text: str) -> str:
@@ -142,11 +143,11 @@ class Fields(Directive):
     def build(self) -> list[nodes.Node]:
         flags = {dotted: f"--{name.replace('_', '-')}" for name, dotted in VLLM_NAMES.items()}
         comments, axes = self.comments(), {feature.field for feature in FEATURES}
-        rows = [
-            (dotted, flags.get(dotted, ""), "automatic" if value is None else value, FIELD_HELP.get(dotted) or comments[dotted])
-            for dotted, value in EngineConfig().flat().items()
-            if dotted not in axes
-        ]
+        plain = {dotted: value for dotted, value in EngineConfig().flat().items() if dotted not in axes}
+        rows = []
+        for dotted, value in plain.items():
+            default = "automatic" if value is None else value
+            rows.append((dotted, flags.get(dotted, ""), default, FIELD_HELP.get(dotted) or comments[dotted]))
         return [html(code_table(("--set", "or", "default", "what"), rows, code=2))]
 
     def comments(self) -> dict[str, str]:
@@ -154,7 +155,8 @@ class Fields(Directive):
         source = (quotes.ROOT / "minivllm" / "config.py").read_text()
         lines = source.splitlines()
         bodies = {n.name: n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
-        sections = {n.target.id: ast.unparse(n.annotation) for n in bodies["EngineConfig"] if isinstance(n, ast.AnnAssign)}
+        tree = [node for node in bodies["EngineConfig"] if isinstance(node, ast.AnnAssign)]
+        sections = {node.target.id: ast.unparse(node.annotation) for node in tree}
         return {
             f"{section}.{field.target.id}": lines[field.end_lineno - 1].partition("# ")[2]
             for section, kind in sections.items()
@@ -171,7 +173,7 @@ class Features(Directive):
         return [node for feature in FEATURES for node in self.axis(feature)]
 
     def axis(self, feature: features.Feature) -> list[nodes.Node]:
-        title = nodes.paragraph("", "", nodes.literal(text=feature.field), classes=["axis"], ids=[f"axis-{feature.name}"])
+        title = nodes.paragraph("", "", nodes.literal(text=feature.field), classes=["axis"])
         options = nodes.paragraph("", "options: ")
         for i, option in enumerate(feature.options):
             options += [nodes.Text(", " * (i > 0)), nodes.literal(text=str(option))]
@@ -184,8 +186,8 @@ class Features(Directive):
         said = feature.what[0].upper() + feature.what[1:] + "."
         parts = [title, nodes.paragraph("", "", *inline(said)), options]
         if reasons := conflicts_of(feature.name):
-            rows = [(a, b, why) for a, b, why in reasons]
-            parts += self.folded(f"{len(rows)} pairs that cannot be", [html(code_table(("", "", "reason"), rows, code=2))])
+            table = html(code_table(("this", "with", "reason"), reasons, code=2))
+            parts += self.folded(f"{len(reasons)} pairs that cannot be", [table])
         return [self.box("api", *parts)]
 
 
@@ -203,10 +205,10 @@ class Presets(Directive):
     """`{presets}`: the named configurations."""
 
     def build(self) -> list[nodes.Node]:
-        rows = [
-            (name, preset.what, "; ".join(f"`{field}={value}`" for field, value in preset.overrides.items()) or "the defaults")
-            for name, preset in PRESETS.items()
-        ]
+        rows = []
+        for name, preset in PRESETS.items():
+            sets = "; ".join(f"`{field}={value}`" for field, value in preset.overrides.items())
+            rows.append((name, preset.what, sets or "the defaults"))
         return [html(code_table(("--preset", "what", "sets"), rows, code=1))]
 
 

@@ -67,7 +67,8 @@ def _lane(frame: Frame, number: int, lane: Lane, name: str, total: float, worst:
         f'{slot(frame, f"gap{number}", "b")}<span class="mv-count">tokens</span></p>'
     )
     meaning = name.lower() if name.lower() in ("v0", "v1") else "other"
-    return f'<div class="mv-lane m-{meaning}">{head}<div class="mv-rows mv-area">{rows}{slot(frame, "at", "i", "mv-later")}</div></div>'
+    rows += slot(frame, "at", "i", "mv-later")
+    return f'<div class="mv-lane m-{meaning}">{head}<div class="mv-rows mv-area">{rows}</div></div>'
 
 
 def _bars(lane: Lane, req_id: str, scale: float, worst: float) -> str:
@@ -77,7 +78,8 @@ def _bars(lane: Lane, req_id: str, scale: float, worst: float) -> str:
     prompt = "".join(_box(s.begin * scale, s.end * scale - 1, 1, ROW - 2) for s in mine if s.is_prompt)
     token = "".join(_box(s.begin * scale, s.end * scale - 1.5, 5, ROW - 10) for s in mine if not s.is_prompt)
     # A gap ends with the step that gave the token: what is idle of it is before that step.
-    idle = [(a, next(s.begin for s in mine if s.end == b)) for a, b in lane.gaps(req_id) if b - a >= SHORTEST_STALL * worst]
+    stalls = [(a, b) for a, b in lane.gaps(req_id) if b - a >= SHORTEST_STALL * worst]
+    idle = [(a, next(s.begin for s in mine if s.end == b)) for a, b in stalls]
     stall = "".join(_box(a * scale, b * scale, 3, ROW - 6) for a, b in idle)
     kinds = (("wait", waits), ("stall", stall), ("prompt", prompt), ("token", token))
     return "".join(f'<path data-is="{kind}" d="{path}"/>' for kind, path in kinds if path)
@@ -113,15 +115,15 @@ def blocks(found: Trace, start: int | None, tag: str) -> str:
     frame = frames[start]
     cells = "".join(
         f'<div class="mv-block" data-slot="b{i}" data-is="{frame[f"b{i}@data-is"]}"><span class="mv-no">{i}</span>'
-        f'{slot(frame, f"w{i}", look="mv-words")}</div>'
+        f"{slot(frame, f'w{i}', look='mv-words')}</div>"
         for i in range(num_blocks)
     )
     tables = "".join(
         f'<div class="mv-table" data-is="r{i % MAX_COLOURS}"><span class="mv-name">{escape(req_id)}</span>'
-        f'{slot(frame, f"t{i}", look="mv-list")}{slot(frame, f"s{i}", look="mv-status")}</div>'
+        f"{slot(frame, f't{i}', look='mv-list')}{slot(frame, f's{i}', look='mv-status')}</div>"
         for i, req_id in enumerate(requests)
     )
-    queue = f'<p class="mv-queue">free, next first: {slot(frame, "queue", look="mv-list")}</p>' if tag == "mv-prefix" else ""
+    queue = f'<p class="mv-queue">free, next first: {slot(frame, "queue", look="mv-list")}</p>' * (tag == "mv-prefix")
     drawn = f'<p class="mv-said">{slot(frame, "said")}</p><div class="mv-pool">{cells}</div>{queue}{tables}'
     return element(tag, drawn, frames, "the steps of the run", start=start, seconds=0.9 * len(frames))
 
@@ -132,7 +134,8 @@ def _pool_frame(step: int, state: PoolState, text: dict[int, str]) -> dict[str, 
     order = list(state.known)
     for block in [*state.queue, *state.holds]:
         owners = state.owners(block)
-        colour = f"r{order.index(owners[0]) % MAX_COLOURS}" if owners else "kept" if state.is_reusable(block) else "free"
+        unused = "kept" if state.is_reusable(block) else "free"
+        colour = f"r{order.index(owners[0]) % MAX_COLOURS}" if owners else unused
         frame[f"b{block}@data-is"] = "shared" if len(owners) > 1 else colour
         held = state.holds.get(block, ()) if owners or state.is_reusable(block) else ()
         frame[f"w{block}"] = "".join(text[token] for token in held).strip() or ("empty" if owners else "")
@@ -172,8 +175,9 @@ def tokens(found: Trace, start: int | None) -> str:
         for i, choice in enumerate(made)
     )
     bars = "".join(
-        f'<div class="mv-row">{slot(frame, f"n{i}", look="mv-name")}<span class="mv-track">{slot(frame, f"p{i}", "i", "mv-bar")}'
-        f'</span>{slot(frame, f"q{i}", look="mv-count")}</div>'
+        f'<div class="mv-row">{slot(frame, f"n{i}", look="mv-name")}'
+        f'<span class="mv-track">{slot(frame, f"p{i}", "i", "mv-bar")}</span>'
+        f"{slot(frame, f'q{i}', look='mv-count')}</div>"
         for i in range(num)
     )
     drawn = (
@@ -248,11 +252,10 @@ def _roof_axes(width: int, roof: Roof, loads: Sequence[Load]) -> tuple[Scale, Sc
 
 def _roof_frame(roof: Roof, loads: Sequence[Load], load: Load) -> dict[str, str]:
     bound = "the memory" if roof.memory * load.intensity < roof.compute else "the arithmetic"
-    frame = {
-        "said": f"{load.name}: {shown(load.intensity)} FLOP for each byte. The roof is at {shown(roof.at(load.intensity))} "
-        f"GFLOP/s, set by {bound}; measured: {shown(load.reached)} GFLOP/s."
-    }
-    return frame | {
+    said = f"{load.name}: {shown(load.intensity)} FLOP for each byte. "
+    said += f"The roof is at {shown(roof.at(load.intensity))} GFLOP/s, set by {bound}; "
+    said += f"measured: {shown(load.reached)} GFLOP/s."
+    return {"said": said} | {
         f"cursor{width}@transform": f"translate({_roof_axes(width, roof, loads)[0](load.intensity):.1f})"
         for width in (charts.WIDE, charts.NARROW)
     }

@@ -1,4 +1,4 @@
-/* The book's widgets. Python (site/bookext/widgets.py) draws each of them and works out every frame; this shows frames.
+/* The book's widgets, and one help for keyboards. Python (site/bookext/widgets.py) draws each of them and works out every frame; this shows frames.
    A slot `ada` is the text of the elements with data-slot="ada", `ada@data-is` their attribute, `ada@--w` their CSS
    variable. Without this file the first frame stands on the page as it is. */
 "use strict";
@@ -126,6 +126,15 @@
     element.textContent = text;
     return element;
   }
+
+  /* Code and tables that are wider than the page can be scrolled by keys too. */
+  const reach = () => {
+    for (const wide of document.querySelectorAll("pre, .table-wrapper"))
+      if (wide.scrollWidth > wide.clientWidth) wide.tabIndex = 0;
+      else wide.removeAttribute("tabindex");
+  };
+  addEventListener("load", reach);
+  addEventListener("resize", reach);
 
   for (const name of ["timeline", "blocks", "prefix", "tokens", "roofline", "chart"])
     customElements.define(`mv-${name}`, class extends Player {});

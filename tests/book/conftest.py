@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
+NO_NAMES = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 sys.path.insert(0, str(ROOT / "site"))
 
 
@@ -44,6 +45,6 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no Chromium here (Debian: apt install chromium)")
     with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        running = started.chromium.launch(executable_path=CHROMIUM, args=[*FLAGS, NO_NAMES])
         yield running
         running.close()
