@@ -17,6 +17,7 @@ include_patterns = ["*.md", "ch*/index.md", "reference/*.md"]
 myst_enable_extensions = ["colon_fence", "attrs_block"]
 myst_heading_anchors = 3
 nitpicky = True
+smartquotes_action = "qe"  # "--set" stays two hyphens
 html_theme = "furo"
 html_title = "minivllm, the book"
 html_static_path = ["static"]

@@ -46,7 +46,9 @@ class Api(Directive):
         if len(found) != 1:
             raise quotes.QuoteError(f"{path}: {len(found)} symbols are called {name}")
         where = nodes.paragraph("", "", nodes.literal(text=path), classes=["quote-from"])
-        return [self.box("api", where, *described(found[0], source.splitlines()))]
+        shown = self.box("api", where, *described(found[0], source.splitlines()))
+        shown["support_smartquotes"] = False  # a docstring's quotes are code as often as not
+        return [shown]
 
 
 def described(node: Any, lines: list[str]) -> list[nodes.Node]:
@@ -64,16 +66,18 @@ def described(node: Any, lines: list[str]) -> list[nodes.Node]:
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> nodes.literal_block:
-    """As it is called: without self, one argument a line where they do not fit."""
+    """As it is called: without self, one argument a line where they do not fit. A property as a field."""
+    if any(ast.unparse(d) == "property" for d in node.decorator_list):
+        whole = f"{name}: {ast.unparse(node.returns)}" if node.returns else name
+        return nodes.literal_block(whole, whole, language="python", classes=["signature"])
     arguments = copy.deepcopy(node.args)
     arguments.args = [a for a in arguments.args if a.arg not in ("self", "cls")]
     awaited = "async " * isinstance(node, ast.AsyncFunctionDef)
     gives = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
-    kind = "property " if any(ast.unparse(d) == "property" for d in node.decorator_list) else ""
-    whole = f"{kind}{awaited}{name}({ast.unparse(arguments)}){gives}"
+    whole = f"{awaited}{name}({ast.unparse(arguments)}){gives}"
     if len(whole) > 88:
         inner = ",\n    ".join(split_arguments(ast.unparse(arguments)))
-        whole = f"{kind}{awaited}{name}(\n    {inner},\n){gives}"
+        whole = f"{awaited}{name}(\n    {inner},\n){gives}"
     return nodes.literal_block(whole, whole, language="python", classes=["signature"])
 
 
@@ -97,7 +101,10 @@ def fields(node: ast.ClassDef, lines: list[str]) -> list[nodes.Node]:
             comment = lines[child.end_lineno - 1].partition("  # ")[2]
             default = ast.unparse(child.value) if child.value else ""
             rows.append((child.target.id, ast.unparse(child.annotation), default, comment))
-    return [html(code_table(("field", "type", "default", "what"), rows, code=3))] if rows else []
+    head = ("field", "type", "default", "what")
+    if not any(comment for *_, comment in rows):
+        head, rows = head[:3], [row[:3] for row in rows]
+    return [html(code_table(head, rows, code=3))] if rows else []
 
 
 def prose(text: str | None) -> list[nodes.Node]:
@@ -107,8 +114,13 @@ def prose(text: str | None) -> list[nodes.Node]:
         if block.startswith((" ", "|")):
             parts.append(nodes.literal_block(block, block, language="text"))
         else:
-            parts.append(nodes.paragraph("", "", *inline(" ".join(block.split()))))
+            parts += [nodes.paragraph("", "", *inline(" ".join(part.split()))) for part in entries(block)]
     return parts
+
+
+def entries(block: str) -> list[str]:
+    """A paragraph whose lines begin `name: ` is one entry for each of these."""
+    return re.split(r"\n(?=[a-z_]+(?:, [a-z_]+)*: )", block)
 
 
 def inline(text: str) -> Iterator[nodes.Node]:

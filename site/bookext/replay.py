@@ -181,13 +181,14 @@ def lane(found: Trace) -> Lane:
     arrivals: dict[str, float] = {}
     known: dict[str, int] = {}  # tokens at the join: what computing them is called
     slices: list[Slice] = []
+    end = 0.0
     for record in found.records:
         if record["type"] == "add":
             arrivals[record["request"]["id"]] = record["t"]
         elif record["type"] == "step":
             known |= {join["req_id"]: len(join["token_ids"]) for join in record.get("joins", ())}
-            end = 1e3 * record["t"]
-            begin = end - sum(record["times"].values())
+            # Phases are timed by the wall; a trace may have another clock, by which a step begins where the last ended.
+            begin, end = max(1e3 * record["t"] - sum(record["times"].values()), end), 1e3 * record["t"]
             for req_id, now, before in record["sched"]:
                 num_out = len(record["tokens"].get(req_id, ()))
                 slices.append(Slice(req_id, begin, end, now, before < known[req_id], num_out))
