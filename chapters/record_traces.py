@@ -128,11 +128,11 @@ def renamed(arrivals: Arrivals) -> Arrivals:
 
 
 def small_pool() -> bytes:
-    sizes = {"kv.num_blocks": 13, "kv.block_size": 4, "model.max_model_len": 48}
+    sizes = {"kv.num_blocks": 16, "kv.block_size": 4, "model.max_model_len": 60}
     config = EngineConfig.build("v0", {**ONE_THREAD, **sizes, "kv.preemption": "recompute"})
     engine = build(config)
     tokenizer = TextTokenizer.load(engine.tokenizer_dir)
-    lengths = dict(zip(CHATS, (10, 14, 8, 12), strict=True))
+    lengths = dict(zip(CHATS, (14, 18, 12, 16), strict=True))
     arrivals = [
         (3 * i, EngineRequest(name, tokenizer.encode(CHATS[name])[: 9 - i], greedy(num_tokens)))
         for i, (name, num_tokens) in enumerate(lengths.items())
