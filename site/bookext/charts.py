@@ -164,15 +164,17 @@ def plot(width: int) -> str:
 
 
 def x_marks(xs: Sequence[float], x: Scale) -> list[str]:
-    """The values that were measured, as far as there is room for their names."""
+    """The values that were measured, as far as there is room for their names. One at the right edge stays inside."""
     parts, free = [], -math.inf
     for value in xs:
-        if x(value) - 4 * len(shown(value)) > free:
+        half = 4 * len(shown(value))
+        middle = min(x(value), x.end + RIGHT - half)
+        if middle - half > free:
             parts.append(
-                f'<text class="tick" x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
+                f'<text class="tick" x="{middle:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
                 f"{shown(value)}</text>"
             )
-            free = x(value) + 4 * len(shown(value)) + 4
+            free = middle + half + 4
     return parts
 
 
