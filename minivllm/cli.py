@@ -146,7 +146,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, default=None, metavar=metavar, help=f"{what}{choices} ({shown})")
     group = parser.add_argument_group("features", "every other option; `python -m minivllm features` lists them")
     presets = "; ".join(f"{name}: {preset.what}" for name, preset in PRESETS.items())
-    group.add_argument("--preset", default="v1", metavar="NAME", help=f"{presets} (v1)")
+    group.add_argument(
+        "--preset", default="v1", metavar="NAME", help=f"{presets}; ch06: as of the book's chapter 6 (v1)"
+    )
     group.add_argument("--set", action="append", default=[], metavar="a.b=c", help="set one option; may be repeated")
     group.add_argument("--trace", metavar="FILE", help="record every step, as minivllm.trace/1 (JSON Lines)")
 
