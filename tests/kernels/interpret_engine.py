@@ -23,7 +23,9 @@ def generate(attention: str, kv: str = "auto", graphs: str = "none") -> list[lis
     params = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0.0, 0.8)]
     own = {"runner.attention": attention, "kv.dtype": kv, "runner.graphs": graphs, "debug.check": True}
     with LLM(overrides=SMALL | own) as llm:
-        assert graphs in (decision := {d.field: str(d.value) for d in llm.decisions}).get("runner.graphs", "none"), decision
+        assert graphs in (decision := {d.field: str(d.value) for d in llm.decisions}).get("runner.graphs", "none"), (
+            decision
+        )
         return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
