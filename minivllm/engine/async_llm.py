@@ -133,6 +133,11 @@ class AsyncLLM(EngineHandle):
         return await self._call("recent_steps", num_steps)
 
     @property
+    def num_requests(self) -> int:
+        """Those whose outputs are expected."""
+        return len(self._front.processor)
+
+    @property
     def is_running(self) -> bool:
         return self._dead is None and self._link.is_running
 
@@ -222,6 +227,7 @@ class AsyncLLM(EngineHandle):
             self._post(self._settle, message.id, message.value, error)
         else:
             self._dead = message.error.exception()
+            self.stats.on_end()  # else whoever admits requests by these would wait for a report that never comes
             self._post(self._fail_all, self._dead)
             if isinstance(self._link, ProcessLink) and self.config.engine.restart and not self._closing.is_set():
                 threading.Thread(target=self._restart, name="minivllm-restart", daemon=True).start()
