@@ -41,7 +41,7 @@ from minivllm.serve import (
 from minivllm.serve import messages_protocol as anthropic
 from minivllm.serve import rerank as ranking
 from minivllm.serve import responses_protocol as newer
-from minivllm.serve.access import MAX_BODY_BYTES
+from minivllm.serve.access import CLIENT_TIMEOUT, MAX_BODY_BYTES
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, attach, events
 from minivllm.serve.guard import Guard, Keys
@@ -228,7 +228,17 @@ ENDPOINTS = (
     Endpoint("GET", "/openapi.json", document, "This document"),
 )
 
-DEBUG_ENDPOINTS = (Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),)
+DEBUG_ENDPOINTS = (
+    Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),
+    Endpoint(
+        "GET",
+        "/debug/process",
+        debug.process,
+        "What the server's process holds: memory, files, tasks, requests",
+        debug.ProcessState,
+        tasks=("generate",),
+    ),
+)
 
 
 def create_app(
@@ -244,12 +254,14 @@ def create_app(
     debug_endpoints: bool = False,
     rate_limit: RateLimit | None = None,
     isolate_keys: bool = True,
+    client_timeout: float = CLIENT_TIMEOUT,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
     rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached.
+    client_timeout: seconds that a client may take to send a request, or leave an answer unread (serve/patience.py).
     debug_endpoints: with those below /debug, which show what the engine does for whom.
     """
     endpoints = ENDPOINTS + DEBUG_ENDPOINTS if debug_endpoints else ENDPOINTS
@@ -283,6 +295,7 @@ def create_app(
     app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting)
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
+    app.state.client_timeout = client_timeout
     app.state.endpoints = endpoints
     app.state.created = int(time.time())
     return app
