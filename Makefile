@@ -94,7 +94,7 @@ peers: setup  ## vLLM, llama.cpp and transformers beside minivllm (ARGS="--only 
 site: $(INSTALLED)  ## the book as HTML, in build/site: open build/site/index.html
 	$(PY) -m sphinx -n -W --keep-going -q -c site chapters build/site
 
-chapters: setup  ## run every chapter's script and keep its results, which the book then shows
+chapters: setup traces  ## run every chapter's script and keep its results, which the book then shows
 	$(PY) -m minivllm chapter --all --record
 
 traces: setup  ## record the runs that the book's widgets replay

@@ -5,6 +5,8 @@ when and from which commit it was recorded, by what command, and the text of eac
 
     stall-v0, stall-v1  the same five requests on the default model, by V0's scheduler and by V1's; time is what one
                         core spends on it, so that what else runs on the machine is not in the picture
+    seats-static, seats-continuous
+                        eight requests on four seats of the default model, in a static batch and in a continuous one
     small-pool          four requests on the default model in a pool that is too small for them: one is preempted
     ten-blocks          vLLM's example of prefix caching, ten blocks of four tokens; letters instead of a model
     three-guests        the forty steps of chapter 0
@@ -129,12 +131,31 @@ def renamed(arrivals: Arrivals) -> Arrivals:
     ]
 
 
+# Name: how many tokens each wants, on four seats.
+SEATED = {"Ada": 24, "Ben": 5, "Cleo": 9, "Dan": 16, "Eve": 7, "Finn": 20, "Gil": 5, "Hana": 9}
+BATCHES = {"static": {"scheduler.kind": "static", "scheduler.chunked_prefill": False}, "continuous": {}}
+
+
+def seats(way: str) -> bytes:
+    """All are there from the start; who gets a seat, and when, is what differs."""
+    sizes = {"kv.num_blocks": 64, "kv.prefix": "none", "scheduler.max_num_seqs": 4}
+    config = EngineConfig.build("v1", {**ONE_THREAD, **sizes, **BATCHES[way]})
+    engine = build(config)
+    tokenizer = TextTokenizer.load(engine.tokenizer_dir)
+    arrivals = [
+        (0, EngineRequest(name, tokenizer.encode(f"A letter from {name} to a friend:"), greedy(num_tokens)))
+        for name, num_tokens in SEATED.items()
+    ]
+    drive_by_steps(engine.core, renamed(arrivals))  # what only a first run pays for
+    return from_engine(engine, config, tokenizer, arrivals, f"seats-{way}")
+
+
 def small_pool() -> bytes:
-    sizes = {"kv.num_blocks": 13, "kv.block_size": 4, "model.max_model_len": 48}
+    sizes = {"kv.num_blocks": 16, "kv.block_size": 4, "model.max_model_len": 60}
     config = EngineConfig.build("v0", {**ONE_THREAD, **sizes, "kv.preemption": "recompute"})
     engine = build(config)
     tokenizer = TextTokenizer.load(engine.tokenizer_dir)
-    lengths = dict(zip(CHATS, (10, 14, 8, 12), strict=True))
+    lengths = dict(zip(CHATS, (14, 18, 12, 16), strict=True))
     arrivals = [
         (3 * i, EngineRequest(name, tokenizer.encode(CHATS[name])[: 9 - i], greedy(num_tokens)))
         for i, (name, num_tokens) in enumerate(lengths.items())
@@ -244,6 +265,8 @@ def told(run: bytes, word: Callable[[int], str], name: str) -> bytes:
 SCENES: dict[str, Callable[[], bytes]] = {
     "stall-v0": lambda: stall("v0"),
     "stall-v1": lambda: stall("v1"),
+    "seats-static": lambda: seats("static"),
+    "seats-continuous": lambda: seats("continuous"),
     "small-pool": small_pool,
     "ten-blocks": ten_blocks,
     "three-guests": three_guests,

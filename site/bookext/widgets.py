@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
@@ -14,7 +15,8 @@ from minivllm.trace import Trace
 
 WIDE = 1000  # units across a lane, whatever its width on the page
 ROW = 20
-SHORTEST_STALL = 0.5  # of the longest gap of both lanes: what is marked as one
+# What is marked as a stall: a gap of this share of the longest, and so many times as long as is usual.
+STALL_OF_LONGEST, STALL_OF_USUAL = 0.5, 4
 
 # ---------------------------------------------------------------------------------------- mv-timeline
 
@@ -27,14 +29,14 @@ def timeline(found: Sequence[Trace], names: Sequence[str], seconds: float, autop
     total = max(lane.ends[-1] for lane in lanes)
     ends = sorted({end for lane in lanes for end in lane.ends})
     frames = [_at_time(lanes, end, total) for end in [0.0, *ends]]
-    worst = max(lane.longest_gap() for lane in lanes)
+    stall = shortest_stall(lanes)
     drawn = "".join(
-        _lane(frames[-1], i, lane, name, total, worst) for i, (lane, name) in enumerate(zip(lanes, names, strict=True))
+        _lane(frames[-1], i, lane, name, total, stall) for i, (lane, name) in enumerate(zip(lanes, names, strict=True))
     )
-    legend = (
-        '<p class="mv-legend" aria-hidden="true"><i class="mv-key" data-is="prompt"></i>a prompt, computed '
-        '<i class="mv-key" data-is="token"></i>a token <i class="mv-key" data-is="stall"></i>a stall</p>'
-    )
+    has_stalls = any(lane.longest_gap() >= stall for lane in lanes)
+    kinds = {"prompt": "a prompt, computed", "token": "a token", **({"stall": "a stall"} if has_stalls else {})}
+    keys = "".join(f'<i class="mv-key" data-is="{kind}"></i>{name}' for kind, name in kinds.items())
+    legend = f'<p class="mv-legend" aria-hidden="true">{keys}</p>'
     return element(
         "mv-timeline",
         drawn + _axis(total) + legend,
@@ -47,6 +49,12 @@ def timeline(found: Sequence[Trace], names: Sequence[str], seconds: float, autop
     )
 
 
+def shortest_stall(lanes: Sequence[Lane]) -> float:
+    """ms"""
+    gaps = [b - a for lane in lanes for req_id in lane.arrivals for a, b in lane.gaps(req_id)]
+    return max(STALL_OF_LONGEST * max(gaps), STALL_OF_USUAL * statistics.median(gaps)) if gaps else 0.0
+
+
 def _at_time(lanes: Sequence[Lane], now: float, total: float) -> Frame:
     frame = {"time": f"{now / 1e3:.2f} s", "at@--at": f"{now / total:.4f}"}
     for i, lane in enumerate(lanes):
@@ -55,11 +63,11 @@ def _at_time(lanes: Sequence[Lane], now: float, total: float) -> Frame:
     return frame
 
 
-def _lane(frame: Frame, number: int, lane: Lane, name: str, total: float, worst: float) -> str:
+def _lane(frame: Frame, number: int, lane: Lane, name: str, total: float, stall: float) -> str:
     rows = "".join(
         f'<div class="mv-row"><span class="mv-name">{escape(req_id)}</span>'
         f'<svg class="mv-bars" viewBox="0 0 {WIDE} {ROW}" preserveAspectRatio="none" aria-hidden="true">'
-        f"{_bars(lane, req_id, WIDE / total, worst)}</svg>{slot(frame, f'out{number}-{req_id}', look='mv-count')}</div>"
+        f"{_bars(lane, req_id, WIDE / total, stall)}</svg>{slot(frame, f'out{number}-{req_id}', look='mv-count')}</div>"
         for req_id in lane.arrivals
     )
     head = (
@@ -71,14 +79,14 @@ def _lane(frame: Frame, number: int, lane: Lane, name: str, total: float, worst:
     return f'<div class="mv-lane m-{meaning}">{head}<div class="mv-rows mv-area">{rows}</div></div>'
 
 
-def _bars(lane: Lane, req_id: str, scale: float, worst: float) -> str:
-    """One path for each kind of bar."""
+def _bars(lane: Lane, req_id: str, scale: float, shortest: float) -> str:
+    """One path for each kind of bar. shortest: a gap of so many ms is a stall."""
     mine = [s for s in lane.slices if s.req_id == req_id]
     waits = _box(lane.arrivals[req_id] * scale, mine[0].begin * scale, ROW / 2 - 1, 2)
     prompt = "".join(_box(s.begin * scale, s.end * scale - 1, 1, ROW - 2) for s in mine if s.is_prompt)
     token = "".join(_box(s.begin * scale, s.end * scale - 1.5, 5, ROW - 10) for s in mine if not s.is_prompt)
     # A gap ends with the step that gave the token: what is idle of it is before that step.
-    stalls = [(a, b) for a, b in lane.gaps(req_id) if b - a >= SHORTEST_STALL * worst]
+    stalls = [(a, b) for a, b in lane.gaps(req_id) if b - a >= shortest]
     idle = [(a, next(s.begin for s in mine if s.end == b)) for a, b in stalls]
     stall = "".join(_box(a * scale, b * scale, 3, ROW - 6) for a, b in idle)
     kinds = (("wait", waits), ("stall", stall), ("prompt", prompt), ("token", token))

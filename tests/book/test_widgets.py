@@ -78,6 +78,16 @@ def test_the_two_lanes_show_what_the_page_says_of_them():
     assert first(v1) > first(v0)
 
 
+def test_an_even_run_has_no_stall_and_a_stopped_one_has():
+    def run(*ends):
+        return replay.Lane({"a": 0.0}, [replay.Slice("a", end - 1, end, 1, False, 1) for end in ends])
+
+    even, stopped = run(1.0, 2.0, 3.2, 4.1), run(1.0, 2.0, 3.0, 14.0, 15.0)
+    assert widgets.shortest_stall([even]) > even.longest_gap()
+    assert widgets.shortest_stall([even, stopped]) < stopped.longest_gap()
+    assert widgets.shortest_stall([run(1.0)]) == 0
+
+
 def test_somebody_is_preempted_in_the_small_pool_and_comes_back():
     said = [" ".join(state.said) for _, state in replay.pool_states(replay.load("small-pool"))]
     assert any("is preempted" in text for text in said)
