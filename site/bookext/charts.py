@@ -14,6 +14,7 @@ from bookext.frames import Frame, element, slot
 
 WIDE, NARROW, HEIGHT = 640, 350, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 18, 30, 46
+MANY = 24  # points of a line: more have no dots, and round numbers below
 
 # One colour for each meaning in the whole book (static/book.css has them).
 MEANINGS = ("without", "with", "v0", "v1", "contiguous", "other", "better", "worse")
@@ -96,8 +97,7 @@ def line(
     xs: Sequence[float], series: Sequence[Series], x_label: str, y_label: str, log: str = "", tag: str = "mv-chart"
 ) -> str:
     """log: the axes that are logarithmic, of "xy". The reader steps through the xs."""
-    x_values = list(xs) if "x" in log else [*xs, 0.0]
-    share = scale(x_values, 0, 1, "x" in log).share
+    share = x_scale(xs, log, 0, 1).share
     frames = [_point_frame(i, xs, series, x_label, y_label, log) for i in range(len(xs))]
     last = len(xs) - 1
     drawn = legend(series) + both(lambda width: _line(width, xs, series, x_label, y_label, log, frames[last]))
@@ -105,9 +105,14 @@ def line(
     return element(tag, drawn, frames, "the chart's points", last, times=[share(x) for x in xs], nearest=True)
 
 
+def x_scale(xs: Sequence[float], log: str, begin: float, end: float) -> Scale:
+    """From 0 to the largest value; by a logarithmic axis from a round number to another."""
+    return scale(xs, begin, end, is_log=True) if "x" in log else Scale([0.0, max(xs)], begin, end)
+
+
 def _axes(width: int, xs: Sequence[float], series: Sequence[Series], log: str) -> tuple[Scale, Scale]:
     ys = [value for s in series for value in (*s.low, *s.high)]
-    x = scale(list(xs) if "x" in log else [*xs, 0.0], LEFT, width - RIGHT, "x" in log)
+    x = x_scale(xs, log, LEFT, width - RIGHT)
     return x, scale(ys, HEIGHT - BOTTOM, TOP, "y" in log)
 
 
@@ -136,7 +141,9 @@ def _line(
     frame: Frame,
 ) -> str:
     x, y = _axes(width, xs, series, log)
-    parts = [grid(y, width, y_label), *x_marks(xs, x)]
+    round_ones = x.marks if x.is_log else ticks(max(xs))
+    named = [mark for mark in round_ones if mark <= max(xs)] if len(xs) > MANY else xs
+    parts = [grid(y, width, y_label), *x_marks(named, x)]
     middle = (LEFT + width - RIGHT) / 2
     parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     parts.append(cursor(width, frame))
@@ -146,7 +153,8 @@ def _line(
         for a, b, low, high in zip(xs, s.values, s.low, s.high, strict=True):
             if high > low:
                 parts.append(f'<path class="spread" d="M{x(a):.1f} {y(low):.1f}V{y(high):.1f}"/>')
-            parts.append(dot(number, x(a), y(b)))
+            if len(xs) <= MANY:
+                parts.append(dot(number, x(a), y(b)))
         parts.append("</g>")
     return svg([*parts, plot(width)], width, HEIGHT, f"{y_label} against {x_label}", "mv-area")
 
@@ -164,7 +172,7 @@ def plot(width: int) -> str:
 
 
 def x_marks(xs: Sequence[float], x: Scale) -> list[str]:
-    """The values that were measured, as far as there is room for their names. One at the right edge stays inside."""
+    """Names of values, as far as there is room for them. One at the right edge stays inside."""
     parts, free = [], -math.inf
     for value in xs:
         half = 4 * len(shown(value))
