@@ -33,6 +33,7 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "kv.block_size": "tokens a KV block",
     "kv.num_blocks": "size of the KV pool, in blocks",
     "kv.memory_fraction": "size of the KV pool, as a fraction of the memory that is free",
+    "kv.prefault": "touch the whole KV pool at start-up, which takes longer; no step waits for the system's pages then",
     "kv.memory": "size of the KV pool, in bytes or with a unit: 2GiB",
     "kv.swap_memory": "host memory for the KV of preempted requests, if kv.preemption can swap",
     "kv.hash_seed": "fixes the key of the prefix hash; by default it is random",

@@ -42,6 +42,7 @@ class KVConfig(Section):
     num_blocks: int | None = None  # size of the pool; None: from memory
     memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
     memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
+    prefault: bool = False  # touch the whole pool at start-up, so that no step waits for the system to find pages
     allocation: str = "paged"
     prefix: str = "hash"
     hash: str = "sha256_cbor"
@@ -65,6 +66,7 @@ class RunnerConfig(Section):
     attention: str = "auto"
     forward: str = "auto"
     compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
+    graphs: str = "none"
 
 
 class SpecDecodeConfig(Section):
@@ -287,9 +289,10 @@ def check_options(config: EngineConfig) -> None:
         value = config.get(feature.field)
         registry = registries.get(feature.field)
         names = ("auto", *registry.names()) if registry and feature.default == "auto" else registry and registry.names()
-        if names and value not in names:
-            hint = did_you_mean(str(value), names)
-            raise ConfigError(f'{feature.field}: no option "{value}".{hint} Options: {", ".join(names)}')
+        for part in registry.parts(value) if registry else ():
+            if part not in names:
+                hint = did_you_mean(part, names)
+                raise ConfigError(f'{feature.field}: no option "{part}".{hint} Options: {", ".join(names)}')
     for field_, low, high in (
         ("kv.block_size", 1, 256),
         ("kv.num_blocks", 1, None),
@@ -320,10 +323,14 @@ def check_options(config: EngineConfig) -> None:
         raise ConfigError(f"lora.adapters names {len(lora.adapters)}, lora.max_cpu_loras admits {lora.max_cpu_loras}")
     if lora.adapters and not lora.enabled:
         raise ConfigError("lora.adapters needs lora.enabled=true")
-    chosen = {feature.name: config.get(feature.field) for feature in FEATURES}
+    chosen = {}
+    for feature in FEATURES:
+        value = config.get(feature.field)
+        parts = registries[feature.field].parts(value) if feature.field in registries else ()
+        chosen[feature.name] = (value, *parts)
     for conflict in CONFLICTS:
         (a, x), (b, y) = conflict.first, conflict.second
-        if chosen[a] == x and chosen[b] == y:
+        if x in chosen[a] and y in chosen[b]:
             raise ConfigError(f"{a}={x} cannot be combined with {b}={y}: {conflict.reason}")
 
 
