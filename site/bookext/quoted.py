@@ -77,7 +77,7 @@ class Switch(Directive):
         if not rows:
             raise records.RecordError("no row of minivllm/features.py names this chapter")
         cells = [(f.field, ", ".join(map(str, f.options)), f.default, f.what) for f in rows]
-        return [html(charts.table(("--set", "options", "default", "what it decides"), cells))]
+        return [self.box("switch", html(charts.table(("--set", "options", "default", "what it decides"), cells)))]
 
 
 class Map(Directive):
