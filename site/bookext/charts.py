@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bookext.frames import Frame, element, slot
 
 WIDE, NARROW, HEIGHT = 640, 350, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 18, 30, 46
+LEFT, RIGHT, TOP, BOTTOM = 62, 18, 12, 28
 MANY = 24  # points of a line: more have no dots, and round numbers below
 
 # One colour for each meaning in the whole book (static/book.css has them).
@@ -100,7 +100,9 @@ def line(
     share = x_scale(xs, log, 0, 1).share
     frames = [_point_frame(i, xs, series, x_label, y_label, log) for i in range(len(xs))]
     last = len(xs) - 1
-    drawn = legend(series) + both(lambda width: _line(width, xs, series, x_label, y_label, log, frames[last]))
+    drawn = legend(series) + axis_label(y_label)
+    drawn += both(lambda width: _line(width, xs, series, f"{y_label} against {x_label}", log, frames[last]))
+    drawn += axis_label(x_label, "below")
     drawn += f'<p class="mv-said">{slot(frames[last], "said")}</p>'
     return element(tag, drawn, frames, "the chart's points", last, times=[share(x) for x in xs], nearest=True)
 
@@ -135,18 +137,14 @@ def _line(
     width: int,
     xs: Sequence[float],
     series: Sequence[Series],
-    x_label: str,
-    y_label: str,
+    title: str,
     log: str,
     frame: Frame,
 ) -> str:
     x, y = _axes(width, xs, series, log)
     round_ones = x.marks if x.is_log else ticks(max(xs))
     named = [mark for mark in round_ones if mark <= max(xs)] if len(xs) > MANY else xs
-    parts = [grid(y, width, y_label), *x_marks(named, x)]
-    middle = (LEFT + width - RIGHT) / 2
-    parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    parts.append(cursor(width, frame))
+    parts = [grid(y, width), *x_marks(named, x), cursor(width, frame)]
     for number, s in enumerate(series):
         points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, s.values, strict=True))
         parts.append(f'<g class="m-{s.meaning}"><polyline points="{points}" fill="none" stroke-width="2.5"/>')
@@ -156,7 +154,12 @@ def _line(
             if len(xs) <= MANY:
                 parts.append(dot(number, x(a), y(b)))
         parts.append("</g>")
-    return svg([*parts, plot(width)], width, HEIGHT, f"{y_label} against {x_label}", "mv-area")
+    return svg([*parts, plot(width)], width, HEIGHT, title, "mv-area")
+
+
+def axis_label(text: str, place: str = "above") -> str:
+    """What an axis shows. As a paragraph and not in the picture, so that it breaks where there is no room for it."""
+    return f'<p class="axis-label {place}">{escape(text)}</p>'
 
 
 def cursor(width: int, frame: Frame) -> str:
@@ -206,13 +209,12 @@ def legend(series: Sequence[Series]) -> str:
     return f'<p class="legend">{keys}</p>'
 
 
-def grid(y: Scale, width: int, label: str) -> str:
-    lines = "".join(
+def grid(y: Scale, width: int) -> str:
+    return "".join(
         f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
         f'<text class="tick" x="{LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{shown(v)}</text>'
         for v in y.marks
     )
-    return lines + f'<text class="label" x="4" y="16">{escape(label)}</text>'
 
 
 # ---------------------------------------------------------------------------------------- bars
@@ -220,7 +222,7 @@ def grid(y: Scale, width: int, label: str) -> str:
 
 def bars(labels: Sequence[str], series: Series, unit: str, beside: Sequence[float | None] = ()) -> str:
     """Horizontal bars, one a row. beside: a second figure for each, where there is one, as a mark (a paper's)."""
-    return both(lambda width: _bars(width, labels, series, unit, beside))
+    return axis_label(unit) + both(lambda width: _bars(width, labels, series, unit, beside))
 
 
 def _bars(width: int, labels: Sequence[str], series: Series, unit: str, beside: Sequence[float | None]) -> str:
@@ -229,7 +231,7 @@ def _bars(width: int, labels: Sequence[str], series: Series, unit: str, beside: 
     row, left, down = (48, 8, 18) if is_above else (30, needed, 0)
     height = TOP + row * len(labels) + 8
     x = Scale([0.0, max([*series.high, *(b for b in beside if b)])], left, width - 58)
-    parts = [f'<text class="label" x="4" y="{TOP - 12}">{escape(unit)}</text>']
+    parts = []
     for i, (label, value, low, high) in enumerate(zip(labels, series.values, series.low, series.high, strict=True)):
         y = TOP + row * i + down
         place = f'x="{left}" y="{y - 2}"' if is_above else f'x="{left - 8:g}" y="{y + 16}" text-anchor="end"'
@@ -267,7 +269,7 @@ RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5, 10)  # t
 
 def waterfall(ratios: Sequence[Ratio], unit: str) -> str:
     """Ratios on a logarithmic axis, so that steps which multiply up are lengths that add up."""
-    return both(lambda width: _waterfall(width, ratios, unit))
+    return axis_label(unit) + both(lambda width: _waterfall(width, ratios, unit))
 
 
 def _waterfall(width: int, ratios: Sequence[Ratio], unit: str) -> str:
@@ -278,7 +280,7 @@ def _waterfall(width: int, ratios: Sequence[Ratio], unit: str) -> str:
     ends = [r.starts * value for r in ratios for value in (1.0, r.low, r.high)]
     x = Scale([min(ends) / 1.04, max(ends) * 1.04], left, width - 62, is_log=True)
     marks = [mark for mark in RATIOS if x.marks[0] <= mark <= x.marks[1]]
-    parts, free = [f'<text class="label" x="4" y="16">{escape(unit)}</text>'], -math.inf
+    parts, free = [], -math.inf
     for mark in sorted(marks, key=lambda m: (m != 1, m)):
         at = x(mark)
         kind = "one" if mark == 1 else "grid"

@@ -239,7 +239,8 @@ def roofline(roof: Roof, loads: Sequence[Load], start: int | None) -> str:
     """How fast work of a certain intensity can be at most, and how fast it was."""
     start = len(loads) - 1 if start is None else start
     frames = [_roof_frame(roof, loads, load) for load in loads]
-    drawn = charts.both(lambda width: _roof(width, roof, loads, frames[start]))
+    drawn = charts.axis_label("GFLOP/s") + charts.both(lambda width: _roof(width, roof, loads, frames[start]))
+    drawn += charts.axis_label("FLOP for each byte moved", "below")
     drawn += f'<p class="mv-said">{slot(frames[start], "said")}</p>'
     places = _roof_axes(charts.WIDE, roof, loads)[0]
     times = [places.share(load.intensity) for load in loads]
@@ -270,11 +271,7 @@ def _roof(width: int, roof: Roof, loads: Sequence[Load], frame: Frame) -> str:
     x, y = _roof_axes(width, roof, loads)
     ridge = roof.compute / roof.memory
     left, right = x.marks[0], x.marks[-1]
-    parts = [charts.grid(y, width, "GFLOP/s"), *charts.x_marks(x.marks, x)]
-    parts.append(
-        f'<text class="label" x="{(charts.LEFT + width - charts.RIGHT) / 2}" y="{charts.HEIGHT - 6}" '
-        'text-anchor="middle">FLOP for each byte moved</text>'
-    )
+    parts = [charts.grid(y, width), *charts.x_marks(x.marks, x)]
     slope = f"M{x(left):.1f} {y(roof.at(left)):.1f}L{x(ridge):.1f} {y(roof.compute):.1f}H{x(right):.1f}"
     parts.append(f'<g class="m-other"><path class="roof" d="{slope}"/></g><g class="m-v1">')
     parts += [charts.dot(0, x(load.intensity), y(load.reached)) for load in loads]
