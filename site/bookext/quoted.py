@@ -46,7 +46,8 @@ class Predict(Directive):
     def build(self) -> list[nodes.Node]:
         choices, answer = self.parts()
         question = nodes.paragraph("", "", classes=["question"])
-        question += nodes.strong(text=f"Predict. {self.arguments[0]}")
+        asked, _ = self.parse_inline(self.arguments[0])
+        question += nodes.strong("", "", nodes.Text("Predict. "), *asked)
         return [self.box("predict", question, *self.parsed(choices), *self.folded("The answer", self.parsed(answer)))]
 
 
