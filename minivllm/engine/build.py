@@ -213,6 +213,7 @@ def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Work
     parts = Parts(
         attention=features.ATTENTION,
         forwards=features.FORWARDS,
+        graphs=features.GRAPHS,
         inputs=features.INPUT_BUILDERS,
         make_grammars=partial(build_grammars, config),
         make_proposer=features.PROPOSERS.get(config.spec_decode.method),
