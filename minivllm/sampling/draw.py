@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from minivllm.sampling.uniform import exponential
+from minivllm.upload import upload
 
 BLOCK = 64  # tokens
 NUM_HEAD = 256  # at least so many of the largest values are looked at first
@@ -55,7 +56,7 @@ def draw(probs: Tensor, seeds: np.ndarray, positions: np.ndarray) -> tuple[Tenso
 
 def _race(noise: np.ndarray, rates: Tensor) -> Tensor:
     """noise [S, N] > 0, rates [S, N] float64 >= 0 -> [S]: who is first; a rate of 0 never arrives."""
-    return (torch.from_numpy(noise).to(rates.device) / rates).argmin(-1)
+    return (upload(noise, rates.device) / rates).argmin(-1)
 
 
 def apply_filters(probs: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> None:
@@ -66,7 +67,7 @@ def apply_filters(probs: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np
         return
     if probs.device.type == "cpu":
         return _apply_on_cpu(probs, filtered, top_k, top_p, min_p)
-    cuts = find_cuts_by_sort(probs, *(torch.from_numpy(x).to(probs.device) for x in (top_k, top_p, min_p)))
+    cuts = find_cuts_by_sort(probs, *(upload(x, probs.device) for x in (top_k, top_p, min_p)))
     probs.masked_fill_(probs < cuts, 0)
 
 
