@@ -93,9 +93,15 @@ ATTENTION: Registry = Registry(
         "cpu": "minivllm.attention.cpu:CPUAttention",
         "reference": "minivllm.attention.reference:ReferenceAttention",
         "sdpa": "minivllm.attention.sdpa:SDPAAttention",
+        "flex": "minivllm.attention.flex:FlexBackend",
         "triton": "minivllm.attention.triton:TritonAttention",
+        "flash": "minivllm.attention.flash:FlashBackend",
+        "flashinfer": "minivllm.attention.flashinfer:FlashInferBackend",
     },
+    pair="minivllm.attention.composite:pair",
 )
+# Of the pairs, those that the feature table and the matrix show: one that a CPU can run, one for a GPU.
+ATTENTION_PAIRS = ("flex,reference", "flash,triton")
 FORWARDS: Registry = Registry(
     "runner.forward",
     {
@@ -262,9 +268,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "attention",
         "runner.attention",
-        ("auto", *ATTENTION.names()),
+        ("auto", *ATTENTION.names(), *ATTENTION_PAIRS),
         "auto",
-        "who computes attention over the paged cache",
+        "who computes attention over the paged cache; of a pair the first takes requests with one query, the second "
+        "all others",
         chapter="07",
         workload="fixed",
         metric="throughput",
@@ -276,7 +283,7 @@ FEATURES: tuple[Feature, ...] = (
         "auto",
         "how linear layers keep their weights on a CPU: auto keeps those that a GGUF file has in 4 or 8 bits; int8 and "
         "int4 round any model's when it is loaded; none computes with all of them in the model's dtype",
-        chapter="15",
+        chapter="03",
         workload="fixed",
         metric="throughput",
     ),
@@ -286,7 +293,7 @@ FEATURES: tuple[Feature, ...] = (
         (True, False),
         True,
         "keep, beside weights in 4 or 8 bits, a copy in bf16 for steps of many tokens: faster prefill, more memory",
-        chapter="15",
+        chapter="03",
         workload="fixed",
         metric="ttft_p50",
     ),
@@ -361,7 +368,7 @@ FEATURES: tuple[Feature, ...] = (
         EXECUTORS.names(),
         "uni",
         "where and as what the forward runs: in this process, or as transformers' own model, one request at a time",
-        chapter="17",
+        chapter="01",
         workload="fixed",
         metric="throughput",
     ),
@@ -424,12 +431,14 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 # Options that no machine without a GPU can run, but for triton's interpreter: tests/kernels.
-NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset({("attention", "triton")})
+NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset(
+    ("attention", name) for name in ("triton", "flash", "flashinfer", "flash,triton")
+)
 
 CONFLICTS: tuple[Conflict, ...] = (
     *(
         Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read int8 KV; cpu and triton can")
-        for attention in ("reference", "sdpa")
+        for attention in ("reference", "sdpa", "flex", "flash", "flashinfer", *ATTENTION_PAIRS)
     ),
     Conflict(
         ("scheduler", "phased"),
@@ -481,7 +490,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("dense_copy", (True, False), True, "has no packed weights beside which there could be a copy"),
             ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
-            ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
+            ("attention", (*ATTENTION.names(), *ATTENTION_PAIRS), "auto", "attends by itself, over its own cache"),
             ("forward", FORWARDS.names(), "auto", "runs its model eagerly"),
             ("compile", ("off", "background", "wait"), "off", "runs its model eagerly"),
             ("graphs", GRAPHS.names(), "none", "runs its model eagerly"),

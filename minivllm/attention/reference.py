@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
+from minivllm.attention.base import NHD, AttentionSpec, KVSpec, check_layers
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -31,6 +31,7 @@ class _Meta(NamedTuple):
 
 
 class ReferenceAttention:
+    kv_layout: ClassVar[str] = NHD
     int8_kv: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 

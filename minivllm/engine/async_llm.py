@@ -23,6 +23,7 @@ import msgspec
 from minivllm.engine.core import EngineStats
 from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
 from minivllm.engine.link import ProcessLink
+from minivllm.engine.live import Look
 from minivllm.engine.messages import Abort, Add, Call, Message, Refused, Report, Returned, Stalled
 from minivllm.engine.output import RequestOutput
 from minivllm.errors import BadRequest, EngineDead
@@ -131,6 +132,10 @@ class AsyncLLM(EngineHandle):
     async def recent_steps(self, num_steps: int) -> dict[str, Any]:
         """What the engine core did last (trace_recent.py: snapshot); nothing unless debug.recent_steps is set."""
         return await self._call("recent_steps", num_steps)
+
+    async def look(self, after: int) -> Look:
+        """How the engine core runs now, with the steps from number `after` on."""
+        return msgspec.convert(await self._call("look", after), Look)
 
     @property
     def is_running(self) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from minivllm import features, waiting
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
+from minivllm.engine.live import LiveView
 from minivllm.engine.vocabulary import load_vocabulary
 from minivllm.errors import ConfigError
 from minivllm.executor.background import BackgroundExecutor
@@ -51,6 +52,7 @@ class Engine:
     info: dict[str, Any]
     adapters: AdapterTable | NoAdapters
     recent: RecentSteps
+    live: LiveView
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -70,6 +72,7 @@ class Engine:
             "unload_lora": then_list(self.adapters.unload),
             "ensure_lora": then_list(lambda asked: self.adapters.ensure(msgspec.convert(asked, LoRARequest))),
             "recent_steps": self.recent.snapshot,
+            "look": self.live.look,
         }
 
     @property
@@ -93,6 +96,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         kv_capacity=kv.capacity,
     )
     scheduler = build_scheduler(config, kv, limits, facts.lookahead)
+    base = scheduler.base
     if config.debug.trace is not None:
         observers = [*observers, TraceRecorder(config.debug.trace)]
     recent = RecentSteps(config.debug.recent_steps)
@@ -117,6 +121,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         info=facts.info,
         adapters=adapters,
         recent=recent,
+        live=LiveView(core, base),
     )
 
 

@@ -165,7 +165,7 @@ class Worker:
         config, model, parts, kv_dtype = self.config, loaded.model, self.parts, self._kv_dtype()
         # One spare block takes the K and V of padding tokens.
         shape = backend.kv_shape(sizes.num_blocks + 1)
-        device_caches = [zeros(shape, kv_dtype, self.device) for _ in model.attention_layers]
+        device_caches = [zeros(shape, kv_dtype, self.device, config.kv.prefault) for _ in model.attention_layers]
         adapters = self._adapters(model)  # first: a forward that is traced must see them
         inputs = self._inputs(sizes)
         sampler = self._sampler(loaded)

@@ -30,9 +30,11 @@ from minivllm.serve import (
     debug,
     embeddings,
     errors,
+    live,
     lora,
     messages,
     openapi,
+    page,
     pooling,
     protocol,
     responses,
@@ -228,6 +230,16 @@ ENDPOINTS = (
     Endpoint("GET", "/openapi.json", document, "This document"),
 )
 
+PAGE_ENDPOINTS = (
+    Endpoint(
+        "GET",
+        "/debug/live",
+        live.live,
+        "The engine as it runs: an event about four times a second, while there is news",
+        streams=live.LiveEvent,
+        tasks=("generate",),
+    ),
+)
 DEBUG_ENDPOINTS = (Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),)
 
 
@@ -244,15 +256,17 @@ def create_app(
     debug_endpoints: bool = False,
     rate_limit: RateLimit | None = None,
     isolate_keys: bool = True,
+    with_page: bool = True,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
     rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached.
-    debug_endpoints: with those below /debug, which show what the engine does for whom.
+    debug_endpoints: with /debug/trace, which shows what the engine does for whom. with_page: the page at /, and
+    /debug/live, where it reads what the engine does.
     """
-    endpoints = ENDPOINTS + DEBUG_ENDPOINTS if debug_endpoints else ENDPOINTS
+    endpoints = ENDPOINTS + PAGE_ENDPOINTS * with_page + DEBUG_ENDPOINTS * debug_endpoints
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -260,8 +274,9 @@ def create_app(
         yield
         await engine.shutdown()
 
+    routes = [Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in endpoints]
     app = Starlette(
-        routes=[Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in endpoints],
+        routes=routes + page.routes() * with_page,
         exception_handlers=errors.HANDLERS,
         lifespan=lifespan,
     )
@@ -284,5 +299,6 @@ def create_app(
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
     app.state.endpoints = endpoints
+    app.state.viewers = set()  # of /debug/live
     app.state.created = int(time.time())
     return app
