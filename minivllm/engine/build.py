@@ -35,6 +35,7 @@ from minivllm.trace import TraceRecorder
 from minivllm.trace_recent import RecentSteps
 
 if TYPE_CHECKING:
+    from minivllm.engine.routing import RoutingPolicy
     from minivllm.runner.worker import Worker
 
 
@@ -51,6 +52,7 @@ class Engine:
     info: dict[str, Any]
     adapters: AdapterTable | NoAdapters
     recent: RecentSteps
+    grammars: GrammarCompiler  # that the workers of this process share
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -117,6 +119,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         info=facts.info,
         adapters=adapters,
         recent=recent,
+        grammars=build_grammars(config, Path(facts.tokenizer_dir), facts.info["vocab_size"]),
     )
 
 
@@ -198,6 +201,10 @@ def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits, lookahe
     if config.debug.preempt_every or config.debug.evict_all:
         return BeamScheduler(Injector(base, kv, config.debug.preempt_every, config.debug.evict_all), base)
     return BeamScheduler(base, base)
+
+
+def build_routing(config: EngineConfig) -> RoutingPolicy:
+    return features.ROUTERS.get(config.engine.router)(config.kv.block_size)
 
 
 def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Worker:

@@ -37,7 +37,7 @@ class LLM(EngineHandle):
     def _start(self) -> None:
         link = self._link
         is_here = isinstance(link, ThreadLink)
-        self._client: EngineClient = InprocClient(link.core, link.calls) if is_here else LinkClient(link)
+        self._client: EngineClient = InprocClient(link.engine) if is_here else LinkClient(link)
         self.stats = self._client.stats
         self._ids = count()
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from minivllm.errors import BadRequest, EngineDead, NeverFits, UnknownAdapter
+from minivllm.errors import BadRequest, EngineDead, NeverFits, ReplicaDead, UnknownAdapter
 from minivllm.registry import did_you_mean
 from minivllm.serve.messages_protocol import MessageError, MessageErrorDetail
 from minivllm.serve.protocol import ErrorBody, ErrorDetail
@@ -48,6 +48,12 @@ def queue_full() -> ApiError:
     return error
 
 
+def replica_dead() -> ApiError:
+    error = ApiError(503, "the replica that ran this request has ended; send the request again", code="replica_dead")
+    error.headers["retry-after"] = str(RETRY_SECONDS)
+    return error
+
+
 def rate_limited(seconds: float) -> ApiError:
     """seconds: until the client may come back."""
     wait = max(1, math.ceil(seconds))
@@ -72,6 +78,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, ClientDisconnect):
         return client_left()
+    if isinstance(error, ReplicaDead):
+        return replica_dead()
     if isinstance(error, EngineDead):
         return ApiError(503, "the engine has stopped; the server's log has the reason. Restart it.", code="engine_dead")
     return ApiError(500, "an internal error ended this request; the server's log has the details", "internal_error")

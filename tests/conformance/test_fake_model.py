@@ -22,6 +22,8 @@ DATA_PLANE = [
     "compile",
     "executor",
     "core",
+    "replicas",
+    "router",
     "structured",
 ]
 AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
