@@ -68,7 +68,7 @@ def kernel_lines(families: list[Family]) -> list[str]:
     for kernel in KERNELS:
         state = "on" if usable[kernel.family] else "off"
         rows.append((kernel.name, kernel.family, state, kernel.used_by or "nobody yet", kernel.twin))
-    return ["{:26} {:8} {:4} {:26} {}".format(*row) for row in rows]
+    return ["{:30} {:8} {:4} {:26} {}".format(*row) for row in rows]
 
 
 if __name__ == "__main__":

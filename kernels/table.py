@@ -48,6 +48,7 @@ KERNELS: tuple[Kernel, ...] = (
     _triton("cache write", "elementwise:write", f"{_TWINS}:write", "runner.attention=triton"),
     _triton("cache write in 8 bits", "elementwise:write_codes", f"{_TWINS}:write_codes", "runner.attention=triton"),
     _triton("rope + norm + cache write", "elementwise:rope_write", f"{_TWINS}:rope_write"),
+    _triton("rope + norm + write in 8 bits", "elementwise:rope_write", f"{_TWINS}:rope_write"),
     _triton("block copy", "elementwise:BlockCopier", f"{_TWINS}:copy_blocks"),
     _triton("draw", "draw:draw", "minivllm.sampling.draw:draw"),
     _triton("top-k, top-p and min-p", "draw:find_cuts", "minivllm.sampling.draw:find_cuts_by_sort"),

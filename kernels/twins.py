@@ -79,7 +79,7 @@ def rope_write(
     c, s = (table.to(dtype)[positions][:, None] for table in (cos, sin))
     q, k = (rotate(x, c, s) for x in (q, k))
     q_out.copy_(q)
-    write(k, v, k_cache, v_cache, slots)
+    (write_codes if k_cache.dtype in LARGEST else write)(k, v, k_cache, v_cache, slots)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -93,15 +93,30 @@ ATTENTION: Registry = Registry(
         "cpu": "minivllm.attention.cpu:CPUAttention",
         "reference": "minivllm.attention.reference:ReferenceAttention",
         "sdpa": "minivllm.attention.sdpa:SDPAAttention",
+        "flex": "minivllm.attention.flex:FlexBackend",
         "triton": "minivllm.attention.triton:TritonAttention",
+        "flash": "minivllm.attention.flash:FlashBackend",
+        "flashinfer": "minivllm.attention.flashinfer:FlashInferBackend",
     },
+    pair="minivllm.attention.composite:pair",
 )
+# Of the pairs, those that the feature table and the matrix show: one that a CPU can run, one for a GPU.
+ATTENTION_PAIRS = ("flex,reference", "flash,triton")
 FORWARDS: Registry = Registry(
     "runner.forward",
     {
         "eager": "minivllm.runner.forward:EagerForward",
         "fused": "minivllm.runner.forward_fused:FusedForward",
         "piecewise": "minivllm.runner.forward_piecewise:PiecewiseForward",
+    },
+)
+GRAPHS: Registry = Registry(
+    "runner.graphs",
+    {
+        "none": "minivllm.runner.forward_graphs:none",
+        "piecewise": "minivllm.runner.forward_graphs:piecewise",
+        "full": "minivllm.runner.forward_graphs:full",
+        "full+piecewise": "minivllm.runner.forward_graphs:full_and_piecewise",
     },
 )
 PROPOSERS: Registry = Registry(
@@ -261,9 +276,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "attention",
         "runner.attention",
-        ("auto", *ATTENTION.names()),
+        ("auto", *ATTENTION.names(), *ATTENTION_PAIRS),
         "auto",
-        "who computes attention over the paged cache",
+        "who computes attention over the paged cache; of a pair the first takes requests with one query, the second "
+        "all others",
         chapter="07",
         workload="fixed",
         metric="throughput",
@@ -275,7 +291,7 @@ FEATURES: tuple[Feature, ...] = (
         "auto",
         "how linear layers keep their weights on a CPU: auto keeps those that a GGUF file has in 4 or 8 bits; int8 and "
         "int4 round any model's when it is loaded; none computes with all of them in the model's dtype",
-        chapter="15",
+        chapter="03",
         workload="fixed",
         metric="throughput",
     ),
@@ -285,7 +301,7 @@ FEATURES: tuple[Feature, ...] = (
         (True, False),
         True,
         "keep, beside weights in 4 or 8 bits, a copy in bf16 for steps of many tokens: faster prefill, more memory",
-        chapter="15",
+        chapter="03",
         workload="fixed",
         metric="ttft_p50",
     ),
@@ -309,6 +325,17 @@ FEATURES: tuple[Feature, ...] = (
         chapter="14",
         workload="fixed",
         metric="throughput",
+    ),
+    Feature(
+        "graphs",
+        "runner.graphs",
+        GRAPHS.names(),
+        "none",
+        "which forwards are captured once for each size and replayed without the host's work (CUDA graphs; on a CPU "
+        "recorded calls that assert what a graph needs): what lies between two attentions, whole decode steps, or both",
+        chapter="14",
+        workload="fixed",
+        metric="tpot_p50",
     ),
     Feature(
         "spec_decode",
@@ -349,7 +376,7 @@ FEATURES: tuple[Feature, ...] = (
         EXECUTORS.names(),
         "uni",
         "where and as what the forward runs: in this process, or as transformers' own model, one request at a time",
-        chapter="17",
+        chapter="01",
         workload="fixed",
         metric="throughput",
     ),
@@ -434,13 +461,15 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 # Options that no machine without a GPU can run, but for triton's interpreter: tests/kernels.
-NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset({("attention", "triton")})
+NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset(
+    ("attention", name) for name in ("triton", "flash", "flashinfer", "flash,triton")
+)
 
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(("core", "inproc"), ("replicas", 2), "each replica is a process of its own"),
     *(
         Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read int8 KV; cpu and triton can")
-        for attention in ("reference", "sdpa")
+        for attention in ("reference", "sdpa", "flex", "flash", "flashinfer", *ATTENTION_PAIRS)
     ),
     Conflict(
         ("scheduler", "phased"),
@@ -452,6 +481,15 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(("forward", forward), ("compile", option), "only runner.forward=piecewise has pieces to compile")
         for forward in ("auto", "eager", "fused")
         for option in ("background", "wait")
+    ),
+    *(
+        conflict
+        for graphs in GRAPHS.names()
+        if graphs != "none"
+        for conflict in (
+            Conflict(("forward", "fused"), ("graphs", graphs), "its C++ calls are for CPUs, which have no graphs"),
+            Conflict(("graphs", graphs), ("lora", True), "a capture would keep the adapters of its own step"),
+        )
     ),
     *(
         Conflict(("overlap", 2), ("spec_decode", method), "how far a guess went is known only when its step has ended")
@@ -483,9 +521,10 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("dense_copy", (True, False), True, "has no packed weights beside which there could be a copy"),
             ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
-            ("attention", ATTENTION.names(), "auto", "attends by itself, over its own cache"),
+            ("attention", (*ATTENTION.names(), *ATTENTION_PAIRS), "auto", "attends by itself, over its own cache"),
             ("forward", FORWARDS.names(), "auto", "runs its model eagerly"),
             ("compile", ("off", "background", "wait"), "off", "runs its model eagerly"),
+            ("graphs", GRAPHS.names(), "none", "runs its model eagerly"),
             ("lora", (False, True), False, "has its own layers, without adapters"),
             ("spec_decode", PROPOSERS.names(), "none", "is the baseline: its cache takes back no rejected draft"),
         )

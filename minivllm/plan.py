@@ -7,6 +7,7 @@ sent to other processes and shown. A feature of the scheduler is a column here w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -87,6 +88,14 @@ class StepOutput:
     errors: dict[str, str] = field(default_factory=dict)  # requests that this step ended, each with what went wrong
     drafts: dict[str, list[int]] = field(default_factory=dict)  # guesses of what follows `tokens`, for the next plan
     is_lost: bool = False  # a step before it failed while this one was in flight, so it has not run
+
+
+@dataclass(slots=True)
+class Landing:
+    """A step that a device has been given, in place of its output: the tokens are on their way to the host."""
+
+    is_here: Callable[[], bool]
+    land: Callable[[], StepOutput]  # waits for them; once, and steps in their order
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):

@@ -24,9 +24,11 @@ def did_you_mean(name: str, known: Iterator[str] | list[str] | tuple[str, ...]) 
 
 
 class Registry(Generic[T]):
-    def __init__(self, axis: str, options: dict[str, str | type[T]]):
+    def __init__(self, axis: str, options: dict[str, str | type[T]], pair: str | None = None):
+        """pair: "module:attribute" of a function that makes one option of two, which is then named "first,second"."""
         self.axis = axis
         self._options: dict[str, Any] = dict(options)
+        self._pair = pair
 
     def register(self, name: str, target: str | Any) -> None:
         """Add an option, from inside or outside the package. `target`: 'module:attr' or the object itself."""
@@ -40,13 +42,26 @@ class Registry(Generic[T]):
     def names(self) -> tuple[str, ...]:
         return tuple(self._options)
 
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The options that `name` is made of: itself, or both of a pair."""
+        return tuple(name.split(",", 1)) if self._pair else (name,)
+
     def get(self, name: str) -> Any:
-        """The class or function behind `name`. Raises ConfigError for an unknown name, with the nearest known one."""
+        """The class or function behind `name`. Raises ConfigError for an unknown name, with the nearest known one, and
+        for two that make no pair."""
+        first, *second = self.parts(name)
+        return _imported(self._pair)(self._one(first), self._one(*second)) if second else self._one(first)
+
+    def _one(self, name: str) -> Any:
         if name not in self._options:
             hint = did_you_mean(name, self.names())
             raise ConfigError(f'{self.axis}: no option "{name}".{hint} Options: {", ".join(self.names())}')
         target = self._options[name]
         if isinstance(target, str):
-            module, _, attr = target.partition(":")
-            target = self._options[name] = getattr(import_module(module), attr)
+            target = self._options[name] = _imported(target)
         return target
+
+
+def _imported(target: str) -> Any:
+    module, _, attr = target.partition(":")
+    return getattr(import_module(module), attr)

@@ -33,6 +33,10 @@ ROUNDED = {
     torch.bfloat16: {"atol": 1e-5, "rtol": 2**-8},
 }
 
+# What is encoded in 8 bits was computed in float32 as above: ten roundings at most, of numbers no larger than the
+# head's largest, of which this is the fraction by which a number, and so its scale, may err beside half a code's step.
+ENCODED = 10 * 2**-24
+
 # Hidden states of a small encoder or decoder with random weights, two implementations in float32: each rounds some 8
 # products a layer, of up to 80 terms of size 1, and sums them in another order: sqrt(80) * 2^-24 = 5e-7 each, three
 # layers of them like a random walk 2.6e-6, norms keeping the values near 1.

@@ -7,7 +7,7 @@ minivllm.kernels.twins.
 import triton
 import triton.language as tl
 
-from minivllm.kernels.triton.codes import quantise
+from minivllm.kernels.triton.codes import encode, quantise, scales_of
 
 
 @triton.jit
@@ -72,10 +72,41 @@ def write_codes_kernel(
 
 
 @triton.jit
+def _store_head(
+    cache,
+    slot,
+    head,
+    first,  # [HALF] fp32: the first half of a head
+    second,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """One head of K or V to its slot: rounded once, to the cache's dtype or to codes and a scale."""
+    SIZE: tl.constexpr = HEAD_SIZE // 2
+    dims = tl.arange(0, first.shape[0])
+    own = dims < SIZE
+    page = slot // PAGE * KV_HEADS + head
+    if KIND == 0:
+        target = cache + (page * PAGE + slot % PAGE) * HEAD_SIZE + dims
+        tl.store(target, first.to(cache.dtype.element_ty), mask=own)
+        tl.store(target + SIZE, second.to(cache.dtype.element_ty), mask=own)
+    else:
+        inverse, scale = scales_of(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 0), KIND)
+        base = cache + page * (PAGE * (HEAD_SIZE + 4))
+        target = base + slot % PAGE * HEAD_SIZE + dims
+        tl.store(target, encode(first * inverse, KIND), mask=own)
+        tl.store(target + SIZE, encode(second * inverse, KIND), mask=own)
+        behind = (base + PAGE * HEAD_SIZE).to(tl.pointer_type(tl.float32), bitcast=True)
+        tl.store(behind + slot % PAGE, scale)
+
+
+@triton.jit
 def rope_write_kernel(
     qkv,  # [T, heads + 2 * kv_heads, head_size], rows qkv_stride apart: q, then k, then v
     q_out,  # [T, heads, head_size]
-    k_cache,
+    k_cache,  # of numbers, or int8 of codes: see codes.py
     v_cache,
     slots,  # [T] int64
     positions,  # [T] int64
@@ -90,21 +121,21 @@ def rope_write_kernel(
     HALF: tl.constexpr,  # HEAD_SIZE / 2 rounded up to a power of two
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """One program a token and head: RMSNorm of the head (Qwen3's QK-norm), rotation in half-split form, then q goes to
-    q_out and k to its slot of the cache; v goes there as it is. Arithmetic in fp32, rounded once."""
+    q_out and k to its slot of the cache; v goes there as it is. Arithmetic in fp32, rounded once: a cache of codes is
+    made from the rotated numbers and not from what the model's dtype leaves of them."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dims = tl.arange(0, HALF)
     size: tl.constexpr = HEAD_SIZE // 2
     own = dims < size
     source = qkv + token * qkv_stride + head * HEAD_SIZE + dims
-    low = tl.load(source, mask=own, other=0.0)
-    high = tl.load(source + size, mask=own, other=0.0)
+    a = tl.load(source, mask=own, other=0.0).to(tl.float32)
+    b = tl.load(source + size, mask=own, other=0.0).to(tl.float32)
     slot = tl.load(slots + token)
     if head < HEADS + KV_HEADS:
-        a = low.to(tl.float32)
-        b = high.to(tl.float32)
         if NORM:
             scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / HEAD_SIZE + eps)
             row = weight + tl.where(head < HEADS, 0, HEAD_SIZE) + dims
@@ -113,18 +144,16 @@ def rope_write_kernel(
         angle = tl.load(positions + token) * size + dims
         c = tl.load(cos + angle, mask=own, other=0.0).to(tl.float32)
         s = tl.load(sin + angle, mask=own, other=0.0).to(tl.float32)
-        first = (a * c - b * s).to(q_out.dtype.element_ty)
-        second = (b * c + a * s).to(q_out.dtype.element_ty)
+        first = a * c - b * s
+        second = b * c + a * s
         if head < HEADS:
             target = q_out + (token * HEADS + head) * HEAD_SIZE + dims
+            tl.store(target, first.to(q_out.dtype.element_ty), mask=own)
+            tl.store(target + size, second.to(q_out.dtype.element_ty), mask=own)
         else:
-            target = k_cache + ((slot // PAGE * KV_HEADS + head - HEADS) * PAGE + slot % PAGE) * HEAD_SIZE + dims
-        tl.store(target, first, mask=own)
-        tl.store(target + size, second, mask=own)
+            _store_head(k_cache, slot, head - HEADS, first, second, KV_HEADS, HEAD_SIZE, PAGE, KIND)
     else:
-        place = (slot // PAGE * KV_HEADS + head - HEADS - KV_HEADS) * PAGE + slot % PAGE
-        tl.store(v_cache + place * HEAD_SIZE + dims, low, mask=own)
-        tl.store(v_cache + place * HEAD_SIZE + size + dims, high, mask=own)
+        _store_head(v_cache, slot, head - HEADS - KV_HEADS, a, b, KV_HEADS, HEAD_SIZE, PAGE, KIND)
 
 
 @triton.jit

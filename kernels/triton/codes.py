@@ -37,12 +37,24 @@ def load_scales(base, pages, offsets, inside, CODES: tl.constexpr, KIND: tl.cons
 @triton.jit
 def quantise(x, KIND: tl.constexpr):
     """x [rows, WIDTH] fp32 -> (codes [rows, WIDTH] int8, scales [rows] fp32). Rounds to the nearest, ties to even."""
+    inverse, scales = scales_of(tl.max(tl.abs(x), 1), KIND)
+    return encode(x * inverse[:, None], KIND), scales
+
+
+@triton.jit
+def scales_of(largest, KIND: tl.constexpr):
+    """largest fp32, of a head's magnitudes -> (what its numbers are multiplied by to be encoded, its scale)."""
     LIMIT: tl.constexpr = 448.0 if KIND == E4M3 else 127.0
-    largest = tl.max(tl.abs(x), 1)
-    inverse = tl.where(largest > 0, tl.div_rn(tl.zeros_like(largest) + LIMIT, tl.where(largest > 0, largest, 1.0)), 0.0)
-    x = x * inverse[:, None]
+    limit = tl.zeros_like(largest) + LIMIT
+    inverse = tl.where(largest > 0, tl.div_rn(limit, tl.where(largest > 0, largest, 1.0)), 0.0)
+    return inverse, tl.div_rn(largest, limit)
+
+
+@triton.jit
+def encode(x, KIND: tl.constexpr):
+    """x fp32 of magnitude up to the largest code's -> int8."""
     codes = _e4m3(x) if KIND == E4M3 else _int8(x)
-    return codes.to(tl.int8), tl.div_rn(largest, tl.zeros_like(largest) + LIMIT)
+    return codes.to(tl.int8)
 
 
 @triton.jit

@@ -61,10 +61,17 @@ def rope_write(
     eps: float,
 ) -> None:
     """qkv [T, heads + 2 * kv_heads, head_size] -> q, normed and rotated, in q_out [T, heads, head_size]; k likewise,
-    and v, in their slots [T] of the caches. cos, sin [max_position, head_size / 2]; positions [T]; weight [2,
-    head_size] of q's and k's norm, or None: no norm."""
+    and v, in their slots [T] of the caches: [num_blocks, kv_heads, block_size, head_size], or of codes, as in
+    write_codes. cos, sin [max_position, head_size / 2]; positions [T]; weight [2, head_size] of q's and k's norm, or
+    None: no norm."""
     num_tokens, heads, head_size = q_out.shape
-    _, kv_heads, page, _ = k_cache.shape
+    kv_heads, page, kind = k_cache.shape[1], k_cache.shape[2], KINDS.get(k_cache.dtype, 0)
+    if kind:
+        page, rest = divmod(page, head_size + 4)
+        assert rest == 0 and page * head_size % 4 == 0 and k_cache.dtype == v_cache.dtype, k_cache.shape
+        k_cache, v_cache = k_cache.view(torch.int8), v_cache.view(torch.int8)
+    else:
+        assert k_cache.shape[3] == head_size, k_cache.shape
     assert qkv.shape == (num_tokens, heads + 2 * kv_heads, head_size) and head_size % 2 == 0
     assert qkv.stride(1) == head_size and qkv.stride(2) == 1 and q_out.is_contiguous()
     assert k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -80,6 +87,7 @@ def rope_write(
         HALF=triton.next_power_of_2(head_size // 2),
         PAGE=page,
         NORM=weight is not None,
+        KIND=kind,
         num_warps=1,
     )
 

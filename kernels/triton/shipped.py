@@ -135,10 +135,13 @@ def _cache() -> Iterator[Shipped]:
     yield Shipped("cache write", cache.write_kernel, types, heads | {"HEADS_WIDTH": 8, "WIDTH": 128}, 4)
     types = {name: "*bf16" for name in ("qkv", "q_out", "k_cache", "v_cache", "cos", "sin", "weight")}
     types |= {"slots": "*i64", "positions": "*i64", "eps": "fp32", "qkv_stride": "i32"}
-    for use_norm in (False, True):  # a program's 64 pairs are 4 bytes a thread, and a warp reads 128 bytes in one piece
-        constants = heads | {"HEADS": 32, "HALF": 64, "NORM": use_norm}
-        name = f"rope{' + norm' * use_norm} + cache write"
-        yield Shipped(name, cache.rope_write_kernel, types, constants, 1, wide_loads=False)
+    # A program's 64 pairs are 4 bytes a thread, and a warp reads 128 bytes in one piece.
+    kinds = (False, 0, ""), (True, 0, ""), (False, 1, ", int8"), (True, 1, ", int8"), (True, 2, ", e4m3")
+    for use_norm, kind, codes in kinds:
+        constants = heads | {"HEADS": 32, "HALF": 64, "NORM": use_norm, "KIND": kind}
+        name = f"rope{' + norm' * use_norm} + cache write{codes}"
+        own = types | ({"k_cache": "*i8", "v_cache": "*i8"} if kind else {})
+        yield Shipped(name, cache.rope_write_kernel, own, constants, 1, wide_loads=False)
     types = {"sources": "*u64", "targets": "*u64", "pairs": "*i64", "source_stride": "i64", "target_stride": "i64"}
     yield Shipped("block copy", cache.copy_blocks_kernel, types, {"WORDS": 4096, "BLOCK": 2048}, 4)
 

@@ -47,6 +47,11 @@ class KVSpec:
         return 2 * self.num_layers * self.num_kv_heads * per_head * self.block_size + self.beside
 
 
+# Layouts that several backends know, called as FlashInfer does: [2 (K, V), num_blocks, ...] and then
+NHD = "NHD"  # block_size, kv_heads, head_size
+HND = "HND"  # kv_heads, block_size, head_size
+
+
 def check_layers(layers: list[AttentionSpec], spec: KVSpec) -> None:
     """What every backend builds on: whole groups of heads, and layers that all fit the cache."""
     for layer in layers:
@@ -63,6 +68,7 @@ class AttentionBackend(Protocol):
 
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]]
     block_axis: ClassVar[int]  # which dimension of kv_shape() counts blocks
+    kv_layout: ClassVar[str]  # what lies where in a tensor of kv_shape(), by name: equal names can share a cache
     int8_kv: ClassVar[bool]  # whether KVSpec.dtype may be int8; the scales are then part of kv_shape()
 
     @classmethod

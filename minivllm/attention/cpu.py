@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
+from minivllm.attention.rows import with_dense_heads
 from minivllm.kernels.cpu import build
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class _Owned:
 class CPUAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     block_axis: ClassVar[int] = 0
+    kv_layout: ClassVar[str] = "pages of kernels/cpu"
     int8_kv: ClassVar[bool] = True
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
@@ -114,7 +116,7 @@ class CPUAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Owned, layer: AttentionSpec, out: Tensor
     ) -> None:
-        q, k, v = _with_dense_heads(q), _with_dense_heads(k), _with_dense_heads(v)
+        q, k, v = with_dense_heads(q), with_dense_heads(k), with_dense_heads(v)
         assert out.is_contiguous() and kv.is_contiguous()
         assert q.dtype == k.dtype == v.dtype == out.dtype
         assert kv.dtype == self.spec.dtype and kv.dtype in (q.dtype, torch.int8)
@@ -124,8 +126,3 @@ class CPUAttention:
         )
         view, threads = self.view_of[layer], torch.get_num_threads()
         self.lib.minivllm_attend(meta.handle, view, tensors, self.parallel, threads)
-
-
-def _with_dense_heads(x: Tensor) -> Tensor:
-    """[T, heads, head_size] in which a token's heads lie together; tokens may be apart (views of one projection)."""
-    return x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous()

@@ -40,6 +40,7 @@ class _Meta(NamedTuple):
 
 class SDPAAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    kv_layout: ClassVar[str] = "heads first"
     int8_kv: ClassVar[bool] = False
     block_axis: ClassVar[int] = 2
 

@@ -10,8 +10,8 @@ from minivllm.attention.base import AttentionBackend, AttentionSpec
 from minivllm.errors import ConfigError
 from minivllm.registry import Registry
 
-# Best first, each with what speaks for it. What is not listed runs only when it is named: triton, until a GPU has run
-# `bench/gpu/run.py --part correctness`.
+# Best first, each with what speaks for it. What is not listed runs only when it is named: triton, flash, flashinfer and
+# flex, until a GPU has run them (`bench/gpu/run.py --part correctness`), and pairs.
 PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
     "cpu": (
         ("cpu", "C++ kernels that read the blocks where they lie"),
@@ -42,7 +42,7 @@ def choose(
         backend, obstacle = _look(name, device, registry, kv_dtype)
         if backend is None:
             raise ConfigError(f"runner.attention={name} cannot run here: {obstacle}. Use runner.attention=auto.")
-        return backend, Choice(name, "asked for")
+        return backend, Choice(name, _asked(*registry.parts(name)))
     passed_over = []
     for candidate, merit in PREFERENCES.get(device.type, ()):
         if candidate not in registry.names():
@@ -70,6 +70,10 @@ def _look(
         return None, "it cannot read a KV cache in int8"
     obstacle = backend.unavailable(device)
     return (None, obstacle) if obstacle else (backend, None)
+
+
+def _asked(first: str, second: str | None = None) -> str:
+    return "asked for" + (f": {first} for requests with one query, {second} for all others" if second else "")
 
 
 def _slower(chosen: str, device: torch.device, registry: Registry) -> list[str]:

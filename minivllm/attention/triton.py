@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
+from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
+from minivllm.attention.rows import with_dense_heads
 from minivllm.kernels.triton.tiles import Tile, decode_tile, num_splits, prefill_tile
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class _Meta(NamedTuple):
 
 class TritonAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    kv_layout: ClassVar[str] = HND
     int8_kv: ClassVar[bool] = True
     block_axis: ClassVar[int] = 1
 
@@ -96,7 +98,7 @@ class TritonAttention:
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
     ) -> None:
         paged, head = self.paged, self.heads[layer]
-        q, k, v = _with_dense_heads(q), _with_dense_heads(k), _with_dense_heads(v)
+        q, k, v = with_dense_heads(q), with_dense_heads(k), with_dense_heads(v)
         keys, values = kv
         self.write(k, v, keys, values, meta.slots)
         decode, prefill = self.tiles[layer]
@@ -118,8 +120,3 @@ def _head(cls: type, layer: AttentionSpec):
 def _tiles(layer: AttentionSpec, spec: KVSpec) -> tuple[Tile, Tile]:
     shape = layer.num_heads // layer.num_kv_heads, layer.head_size
     return decode_tile(*shape, spec.dtype.itemsize), prefill_tile(*shape, max(spec.dtype.itemsize, 2))
-
-
-def _with_dense_heads(x: Tensor) -> Tensor:
-    """[T, heads, head_size] in which a token's heads lie together; tokens may be apart (views of one projection)."""
-    return x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous()

@@ -18,6 +18,7 @@ import msgspec
 
 from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
 from minivllm.engine.link import Link
+from minivllm.engine.live import Look
 from minivllm.engine.messages import (
     Abort,
     Adapters,
@@ -139,6 +140,10 @@ class AsyncLLM(EngineHandle):
     async def recent_steps(self, num_steps: int, replica: int = 0) -> dict[str, Any]:
         """What an engine core did last (trace_recent.py: snapshot); nothing unless debug.recent_steps is set."""
         return await self._call("recent_steps", num_steps, replica=replica)
+
+    async def look(self, after: int, replica: int = 0) -> Look:
+        """How an engine core runs now, with the steps from number `after` on."""
+        return msgspec.convert(await self._call("look", after, replica=replica), Look)
 
     @property
     def is_running(self) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from minivllm import features, waiting
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
+from minivllm.engine.live import LiveView
 from minivllm.engine.vocabulary import load_vocabulary
 from minivllm.errors import ConfigError
 from minivllm.executor.background import BackgroundExecutor
@@ -53,6 +54,7 @@ class Engine:
     adapters: AdapterTable | NoAdapters
     recent: RecentSteps
     grammars: GrammarCompiler  # that the workers of this process share
+    live: LiveView
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -72,6 +74,7 @@ class Engine:
             "unload_lora": then_list(self.adapters.unload),
             "ensure_lora": then_list(lambda asked: self.adapters.ensure(msgspec.convert(asked, LoRARequest))),
             "recent_steps": self.recent.snapshot,
+            "look": self.live.look,
         }
 
     @property
@@ -95,6 +98,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         kv_capacity=kv.capacity,
     )
     scheduler = build_scheduler(config, kv, limits, facts.lookahead)
+    base = scheduler.base
     if config.debug.trace is not None:
         observers = [*observers, TraceRecorder(config.debug.trace)]
     recent = RecentSteps(config.debug.recent_steps)
@@ -120,6 +124,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         adapters=adapters,
         recent=recent,
         grammars=build_grammars(config, Path(facts.tokenizer_dir), facts.info["vocab_size"]),
+        live=LiveView(core, base),
     )
 
 
@@ -215,6 +220,7 @@ def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Work
     parts = Parts(
         attention=features.ATTENTION,
         forwards=features.FORWARDS,
+        graphs=features.GRAPHS,
         inputs=features.INPUT_BUILDERS,
         make_grammars=partial(build_grammars, config),
         make_proposer=features.PROPOSERS.get(config.spec_decode.method),

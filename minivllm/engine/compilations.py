@@ -1,9 +1,8 @@
 """Compilations: the grammars of requests that have just arrived, made in threads beside the step loop.
 
 A grammar takes milliseconds to seconds. It is compiled where the worker will look for it, once, whoever the front ends
-are; meanwhile the request waits outside of the scheduler and everybody else's tokens go on. XGrammar and llguidance
-give the interpreter's lock back while they compile; the in-house automaton is Python, and slows steps down without
-stopping them.
+are; meanwhile the request waits outside of the scheduler and everybody else's tokens go on. XGrammar gives the
+interpreter's lock back while it compiles; the in-house automaton is Python, which takes turns with the steps.
 """
 
 from __future__ import annotations
@@ -51,10 +50,12 @@ class Compilations:
         """Whether the request has to wait; `ready` gives it back then. Those that wait for one grammar come together
         and in their order, so that the sequences of a prompt do."""
         params = request.params.structured
-        if params is None or self._compiler.has(params):
+        if params is None:
             return False
         key = _key(params)
-        if key not in self._under_way:
+        if key not in self._under_way:  # else others wait for it, even if it is compiled by now: nobody overtakes them
+            if self._compiler.has(params):
+                return False
             self._under_way[key] = Compilation(params)
             self._todo.put(self._under_way[key])
             if len(self._threads) < NUM_THREADS:

@@ -30,9 +30,11 @@ from minivllm.serve import (
     debug,
     embeddings,
     errors,
+    live,
     lora,
     messages,
     openapi,
+    page,
     pooling,
     protocol,
     responses,
@@ -230,6 +232,16 @@ ENDPOINTS = (
     Endpoint("GET", "/openapi.json", document, "This document"),
 )
 
+PAGE_ENDPOINTS = (
+    Endpoint(
+        "GET",
+        "/debug/live",
+        live.live,
+        "The engine as it runs: an event about four times a second, while there is news",
+        streams=live.LiveEvent,
+        tasks=("generate",),
+    ),
+)
 DEBUG_ENDPOINTS = (Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),)
 
 
@@ -246,6 +258,7 @@ def create_app(
     debug_endpoints: bool = False,
     rate_limit: RateLimit | None = None,
     isolate_keys: bool = True,
+    with_page: bool = True,
     secret: bytes | None = None,
     tracing: Tracing | NoTracing | None = None,
 ) -> Starlette:
@@ -255,10 +268,10 @@ def create_app(
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
     rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached; secret: of all
     servers of one engine, which keeps keys apart in its cache (guard.Keys).
-    tracing: where a span for each request goes; None: nowhere.
-    debug_endpoints: with those below /debug, which show what the engine does for whom.
+    debug_endpoints: with /debug/trace, which shows what the engine does for whom. with_page: the page at /, and
+    /debug/live, where it reads what the engine does. tracing: where a span for each request goes; None: nowhere.
     """
-    endpoints = ENDPOINTS + DEBUG_ENDPOINTS if debug_endpoints else ENDPOINTS
+    endpoints = ENDPOINTS + PAGE_ENDPOINTS * with_page + DEBUG_ENDPOINTS * debug_endpoints
     tracing = tracing or NoTracing()
 
     @asynccontextmanager
@@ -268,8 +281,9 @@ def create_app(
         await engine.shutdown()
         await asyncio.to_thread(tracing.close)
 
+    routes = [Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in endpoints]
     app = Starlette(
-        routes=[Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in endpoints],
+        routes=routes + page.routes() * with_page,
         exception_handlers=errors.HANDLERS,
         lifespan=lifespan,
     )
@@ -295,5 +309,6 @@ def create_app(
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
     app.state.endpoints = endpoints
+    app.state.viewers = set()  # of /debug/live
     app.state.created = int(time.time())
     return app

@@ -193,7 +193,7 @@ def serve(
 
     def announce() -> None:
         report(engine, names, url_of(listener, bool(tls)), tools)
-        announce_ready(begin, listener, bool(tls), grpc.port if grpc else None)
+        announce_ready(begin, args, listener, bool(tls), grpc.port if grpc else None)
 
     try:
         return Server(app, announce, [grpc.running()] if grpc else [], **tls).run_on(listener)
@@ -214,10 +214,23 @@ def announce_loading(options: dict[str, Any]) -> None:
     waiting.settle()  # before torch, which later imports may bring
 
 
-def announce_ready(begin: float, listener: socket.socket, tls: bool, grpc_port: int | None) -> None:
-    seconds = time.perf_counter() - begin
-    grpc = "" if grpc_port is None else f"   gRPC: port {grpc_port}"
-    print(f"\nReady in {seconds:.1f} s: {url_of(listener, tls)}/v1{grpc}   (Ctrl-C stops)", flush=True)
+def announce_ready(
+    begin: float, args: argparse.Namespace, listener: socket.socket, tls: bool, grpc_port: int | None
+) -> None:
+    seconds, url = time.perf_counter() - begin, url_of(listener, tls)
+    grpc = "" if grpc_port is None else f"gRPC: port {grpc_port}   "
+    page = f"in a browser: {url}   " if args.page else ""
+    print(f"\nReady in {seconds:.1f} s: {url}/v1   ({grpc}{page}Ctrl-C stops)", flush=True)
+
+
+def refuse_for_pooling(args: argparse.Namespace, task: str) -> None:
+    for flag, given, why in (
+        ("--tool-call-parser", None if args.tool_call_parser == "auto" else args.tool_call_parser, "no tool is called"),
+        ("--otlp-traces-endpoint", args.otlp_traces_endpoint, "requests have no spans"),
+        ("--grpc-port", args.grpc_port, "generate.proto has nothing to ask for"),
+    ):
+        if given is not None:
+            fail(f"{flag} {given}: under model.task={task} {why}")
 
 
 def grpc_server(args: argparse.Namespace, app: Starlette, tls: dict[str, Path]) -> GrpcServer | None:
@@ -246,8 +259,8 @@ def application(
     from minivllm.serve.app import create_app
     from minivllm.serve.telemetry import start as start_tracing
 
-    if engine.task != GENERATE and args.tool_call_parser != "auto":
-        fail(f"--tool-call-parser {args.tool_call_parser}: under model.task={engine.task} no tool is called")
+    if engine.task != GENERATE:
+        refuse_for_pooling(args, engine.task)
     tools, metrics = choose(args.tool_call_parser, engine.tokenizer), Metrics(names[0])
     own = {"tool_parser": tools.parser, "lora_dirs": args.lora_dir, "tracing": start_tracing(args.otlp_traces_endpoint)}
     return create_app(engine, metrics, names, **own, **app_options), tools

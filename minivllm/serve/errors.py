@@ -54,6 +54,12 @@ def replica_dead() -> ApiError:
     return error
 
 
+def too_many_viewers(most: int) -> ApiError:
+    error = ApiError(429, f"{most} clients watch the engine already; close one", code="too_many_viewers")
+    error.headers["retry-after"] = str(RETRY_SECONDS)
+    return error
+
+
 def rate_limited(seconds: float) -> ApiError:
     """seconds: until the client may come back."""
     wait = max(1, math.ceil(seconds))

@@ -69,7 +69,7 @@ def serve_together(
         try:
             if not servers.start(stop):
                 return 0 if stop.is_set() else 1
-            command.announce_ready(begin, held, bool(access.tls_options(args)), args.grpc_port)
+            command.announce_ready(begin, args, held, bool(access.tls_options(args)), args.grpc_port)
             while not stop.wait(LOOK_SECONDS):
                 servers.look()
             return 0

@@ -20,6 +20,7 @@ DATA_PLANE = [
     "dense_copy",
     "forward",
     "compile",
+    "graphs",
     "executor",
     "core",
     "replicas",
@@ -167,4 +168,4 @@ def test_the_cover_meets_every_pair():
             for y in b.options:
                 declared = any({(a.name, x), (b.name, y)} == {c.first, c.second} for c in CONFLICTS)
                 assert declared or any(c[a.field] == x and c[b.field] == y for c in configs), (a.name, x, b.name, y)
-    assert len(configs) < 60
+    assert len(configs) < 100  # attention and spec_decode alone have 70 pairs

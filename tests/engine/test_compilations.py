@@ -52,7 +52,7 @@ class Loop:
             return None
 
     def add(self, req_id, regex=None, max_tokens=3, group=""):
-        structured = None if regex is None else StructuredParams(regex=regex, field=f"of {req_id}")
+        structured = None if regex is None else StructuredParams(regex=regex, field=f"of {group or req_id}")
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, structured=structured)
         self.inbox.put(Add(EngineRequest(req_id, [1, 2, 3], params, group=group)))
 
@@ -93,6 +93,21 @@ def test_tokens_of_others_go_on_while_a_grammar_is_compiled(loop):
     assert len(loop.compiler.compiled) == 1
 
 
+def test_nobody_overtakes_those_whose_grammar_has_just_been_compiled():
+    compiler = SlowCompiler()
+    compilations = Compilations(compiler)
+    params = SamplingParams(structured=StructuredParams(regex="c+"))
+    first, second = (EngineRequest(name, [1], params) for name in "ab")
+    assert compilations.hold(first)
+    compiler.gate.set()
+    wait_for(lambda: compiler.compiled)
+    assert compilations.hold(second), "the first one has not been given back"
+    wait_for(lambda: not compilations._done.empty())
+    (compilation,) = compilations.ready()
+    assert compilation.waiting == [first, second]
+    assert not compilations.is_busy and not compilations.hold(first)
+
+
 def test_those_that_wait_for_one_grammar_come_in_their_order_and_together(loop):
     arrived = []
     add = loop.engine.core.add
@@ -103,7 +118,7 @@ def test_those_that_wait_for_one_grammar_come_in_their_order_and_together(loop):
     wait_for(loop.inbox.empty)
     loop.compiler.gate.set()
     wait_for(lambda: len(loop.ended()) == 2)
-    assert arrived == ["r#0", "r#2"] and len(loop.compiler.compiled) <= 3
+    assert arrived == ["r#0", "r#2"] and len(loop.compiler.compiled) == 1
 
 
 @pytest.mark.parametrize(

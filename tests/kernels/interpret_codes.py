@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention.batches import CPU, Case
 from attention.batches import spec as spec_of
-from tolerances import ATTENTION
+from tolerances import ATTENTION, ENCODED, ROUNDED
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec
@@ -64,6 +64,49 @@ def test_every_code_of_e4m3_is_written_and_read_exactly():
     elementwise.write_codes(row, row, rounded, rounded.clone(), torch.tensor([0]))
     got = twins.pages_of_codes(rounded, 127)[0][0, 0, 0]
     assert torch.equal(got.view(torch.uint8), row[0, 0].to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def within_half_a_step(cache: Tensor, slots: Tensor, exact: Tensor) -> None:
+    """What slots of a cache of codes hold is the nearest that their scales can say; nothing else was written. exact
+    [n, kv_heads, head_size] float64."""
+    codes, scales = twins.pages_of_codes(cache, exact.shape[-1])
+    codes = codes.transpose(1, 2).flatten(0, 1).contiguous()  # [slots of the cache, kv_heads, head_size]
+    scales = scales.transpose(1, 2).flatten(0, 1).contiguous().view(torch.float32).double()
+    largest = exact.abs().amax(-1, keepdim=True)
+    torch.testing.assert_close(scales[slots], largest / twins.LARGEST[cache.dtype], rtol=ENCODED, atol=0)
+    numbers, step = codes[slots].double() * scales[slots], scales[slots]
+    if cache.dtype == torch.float8_e4m3fn:  # three bits of fraction; under 2^-6 steps are 2^-9
+        code = exact.abs() / step.clamp(min=1e-30)
+        step = step * 2.0 ** (code.clamp(min=2**-6).log2().floor() - 3)
+    assert ((numbers - exact).abs() <= step / 2 + ENCODED * largest).all()
+    untouched = torch.ones(len(scales), dtype=torch.bool).index_fill_(0, slots, False)
+    assert scales[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("codes", CODES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("head_size", [16, 20])
+def test_rope_norm_and_write(codes, dtype, norm, head_size):
+    """One launch and its twin, against the numbers that the twin leaves in float64 in a cache without codes."""
+    heads, kv_heads, slots = 3, 2, torch.tensor([11, 0, 19, 7, 5])
+    qkv = torch.randn(5, heads + 2 * kv_heads, head_size).to(dtype)
+    qkv[3, heads:] = 0
+    qkv[4, heads + kv_heads :] *= 1000
+    angles = torch.arange(50)[:, None] * 0.3 ** torch.arange(head_size // 2)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    weight = torch.randn(2, head_size).to(dtype) if norm else None
+    step = slots, torch.tensor([0, 49, 3, 17, 1]), *tables, weight, 1e-5
+    exact = [torch.zeros(5, kv_heads, PAGE, head_size, dtype=torch.float64) for _ in range(2)]
+    wanted = torch.empty(5, heads, head_size, dtype=torch.float64)
+    twins.rope_write(qkv, wanted, *exact, *step)
+    for function in (elementwise.rope_write, twins.rope_write):
+        caches = [poisoned(5, kv_heads, head_size, codes) for _ in range(2)]
+        q = torch.full_like(wanted, torch.nan, dtype=torch.float32)
+        function(qkv, q, *caches, *step)
+        torch.testing.assert_close(q.double(), wanted, **ROUNDED[torch.float32])
+        for cache, numbers in zip(caches, exact, strict=True):
+            within_half_a_step(cache, slots, numbers[slots // PAGE, :, slots % PAGE])
 
 
 def run(

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 from concurrent.futures import Future, ProcessPoolExecutor
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: minivllm
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from minivllm.kernels.triton import shipped as shipped_module  # noqa: E402
 from minivllm.kernels.triton.interpreted import INTERPRETED  # noqa: E402
 from minivllm.kernels.triton.shipped import Shipped, shipped  # noqa: E402
 
@@ -87,6 +89,15 @@ def faults(s: Shipped, arch: int, binary: Binary, folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", ALL)
 def test_a_shipped_kernel_fits_and_uses_the_machine(name, arch, binaries: dict[tuple[str, int], Future], tmp_path):
     assert faults(ALL[name], arch, binaries[name, arch].result(), tmp_path) == []
+
+
+def test_every_kernel_is_shipped():
+    """What nobody compiles here nobody would miss."""
+    names = {path.stem for path in Path(shipped_module.__file__).parent.glob("*.py")}
+    modules = [import_module(f"minivllm.kernels.triton.{name}") for name in names]
+    written = {x.fn.__name__ for m in modules for x in vars(m).values() if isinstance(x, triton.runtime.JITFunction)}
+    kernels = {name for name in written if name.endswith("_kernel")}
+    assert {s.kernel.fn.__name__ for s in ALL.values()} == kernels and len(kernels) > 20
 
 
 @pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")

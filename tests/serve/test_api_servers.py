@@ -187,25 +187,52 @@ def test_the_parents_death_ends_all_of_them():
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), seconds=5)
 
 
-def test_an_adapter_that_one_server_loads_is_known_to_all_on_every_replica(tmp_path):
-    folder = write_adapter(tmp_path / "a", 1, 4)
-    group = Group("--replicas", "2", "--set", "engine.router=round_robin", "--lora-dir", str(tmp_path))
-    try:
-        group.url = group.server.wait_ready()
-        one, two = (group.connect(server) for server in group.servers)
-        reply = one.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": folder.name})
-        assert reply.status_code == 200, reply.text
-        names = lambda client: [card["id"] for card in client.get("/v1/models").json()["data"]]  # noqa: E731
-        wait_for(lambda: "a" in names(two))
-        body = {"model": "a", "prompt": "x", "max_tokens": 5, "temperature": 0}
-        texts = {client.post("/v1/completions", json=body).json()["choices"][0]["text"] for client in (one, two) * 2}
-        assert len(texts) == 1
-        per_engine = [metric(one, "minivllm:generation_tokens_total", engine=str(i)) for i in range(2)]
-        assert all(per_engine), "each replica has served"
-        assert two.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
-        wait_for(lambda: "a" not in names(one))
-    finally:
-        group.server.end(signal.SIGTERM)
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    write_adapter(folder / "a", 1, 4)
+    group = Group("--replicas", "2", "--set", "engine.router=round_robin", "--lora-dir", str(folder))
+    group.url = group.server.wait_ready()
+    yield group
+    group.server.end(signal.SIGTERM)
+
+
+def test_an_adapter_that_one_server_loads_is_known_to_all_on_every_replica(replicated):
+    one, two = (replicated.connect(server) for server in replicated.servers)
+    reply = one.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "a"})
+    assert reply.status_code == 200, reply.text
+
+    def names(client):
+        return [card["id"] for card in client.get("/v1/models").json()["data"]]
+
+    wait_for(lambda: "a" in names(two))
+    body = {"model": "a", "prompt": "x", "max_tokens": 5, "temperature": 0}
+    texts = {client.post("/v1/completions", json=body).json()["choices"][0]["text"] for client in (one, two) * 2}
+    assert len(texts) == 1
+    per_engine = [metric(one, "minivllm:generation_tokens_total", engine=str(i)) for i in range(2)]
+    assert all(per_engine), "each replica has served"
+    assert two.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
+    wait_for(lambda: "a" not in names(one))
+
+
+def test_a_replica_that_is_killed_ends_its_streams_with_an_event_and_no_others(replicated):
+    clients = [replicated.connect(replicated.servers[0]) for _ in range(2)]  # each with its connection, to one router
+    client, streams = replicated.connect(replicated.servers[0]), [([], threading.Event()) for _ in clients]
+    readers = [threading.Thread(target=stream, args=(c, *s)) for c, s in zip(clients, streams, strict=True)]
+    for reader in readers:
+        reader.start()
+    assert all(first.wait(20) for _, first in streams)
+    assert [metric(client, "minivllm:num_requests_running", engine=str(i)) for i in range(2)] == [1, 1]
+    replicated.cores[0].send_signal(signal.SIGKILL)
+    wait_for(lambda: any(not reader.is_alive() for reader in readers), seconds=2)
+    assert client.get("/health").json() == {"status": "degraded"}
+    for reader in readers:
+        reader.join(30)
+    ends = [json.loads([line for line in lines if line.startswith("data: {")][-1][6:]) for lines, _ in streams]
+    told = sorted(end["error"]["code"] if "error" in end else end["choices"][0]["finish_reason"] for end in ends)
+    assert told == ["length", "replica_dead"]
+    assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+    wait_for(lambda: client.get("/health").json() == {"status": "ok"})
 
 
 @pytest.mark.parametrize(
