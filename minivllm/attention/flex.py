@@ -9,7 +9,8 @@ queries reads at all, which compiled kernels visit and no others.
 Two calls, each with its own lists: decodes are a batch of single queries, everything else one packed row of queries.
 
 Compiled where that is fused, on a GPU (never run on one here). On a CPU the same function is evaluated for all pairs of
-a query and a key of the step's blocks, which are gathered first: slow, and what shows that it is right.
+a query and a key of the step's blocks, which are gathered first: slow, and what shows that it is right. torch 2.13 can
+compile it for CPUs too, where it gave the same answers, but only for one shape at a time.
 
 Cache layout: NHD, as the reference's.
 """
