@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench peers site chapters relock clean
+.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench peers site chapters traces relock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,8 +94,11 @@ peers: setup  ## vLLM, llama.cpp and transformers beside minivllm (ARGS="--only 
 site: $(INSTALLED)  ## the book as HTML, in build/site: open build/site/index.html
 	$(PY) -m sphinx -n -W --keep-going -q -c site chapters build/site
 
-chapters: setup  ## run every chapter's script and keep its results, which the book then shows
+chapters: setup traces  ## run every chapter's script and keep its results, which the book then shows
 	$(PY) -m minivllm chapter --all --record
+
+traces: setup  ## record the runs that the book's widgets replay
+	$(PY) -m chapters.record_traces $(ARGS)
 
 relock: $(INSTALLED)  ## renew the locks of the book's quotes, after reading the text around those that changed
 	$(PY) site/relock.py

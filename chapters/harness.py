@@ -32,7 +32,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def milliseconds(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, float]]:
+def milliseconds(runs: dict[str, Callable[[], Any]], seconds: float, digits: int = 2) -> dict[str, dict[str, float]]:
     """Each run's time in ms, over at least three rounds and about so many seconds.
 
     They take turns, so that whatever else the machine does disturbs all of them alike.
@@ -44,7 +44,12 @@ def milliseconds(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str
             start = time.perf_counter()
             run()
             times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: spread(values, 2) for name, values in times.items()}
+    return {name: spread(values, digits) for name, values in times.items()}
+
+
+def with_three_digits(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """`shown` beside each fastest time: what a bar that stands for it says."""
+    return {name: {**spent, "shown": float(f"{spent['min']:.3g}")} for name, spent in times.items()}
 
 
 def main(

@@ -25,6 +25,13 @@ class Cache(Protocol):
         ...
 
 
+class NoCache:
+    """For one pass over a whole text: what came before is nothing, and nothing is kept."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
 class CachedAttention:
     """What the model's attend() calls: remember the new tokens, then look at all of them."""
 
@@ -46,15 +53,20 @@ class OneRequest:
     @torch.inference_mode()
     def feed(self, token_ids: Sequence[int]) -> Tensor:
         """The next tokens in, the logits after each of them out: [len(token_ids), vocab]."""
-        return self.model.logits(self._hidden(token_ids))
+        return self.model.logits(self.hidden(token_ids))
 
     @torch.inference_mode()
     def next_token(self, token_ids: Sequence[int]) -> int:
         """Feed them; the likeliest token after the last. Logits are computed for that one alone."""
-        return int(self.model.logits(self._hidden(token_ids)[-1:]).argmax())
+        return int(self.model.logits(self.hidden(token_ids)[-1:]).argmax())
 
-    def _hidden(self, token_ids: Sequence[int]) -> Tensor:
+    def hidden(self, token_ids: Sequence[int]) -> Tensor:
         start, self.num_tokens = self.num_tokens, self.num_tokens + len(token_ids)
         context = ForwardContext(CachedAttention(), None, self.caches, self.model.attention_layers)
         with forward_context(context):
             return self.model(torch.tensor(token_ids), torch.arange(start, self.num_tokens))
+
+
+def all_logits(model: nn.Module, token_ids: Sequence[int]) -> Tensor:
+    """One pass over a whole text, with nothing remembered: the logits after each token, [len(token_ids), vocab]."""
+    return OneRequest(model, lambda layer: NoCache()).feed(token_ids)

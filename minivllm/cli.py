@@ -33,6 +33,7 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "kv.block_size": "tokens a KV block",
     "kv.num_blocks": "size of the KV pool, in blocks",
     "kv.memory_fraction": "size of the KV pool, as a fraction of the memory that is free",
+    "kv.prefault": "touch the whole KV pool at start-up, which takes longer; no step waits for the system's pages then",
     "kv.memory": "size of the KV pool, in bytes or with a unit: 2GiB",
     "kv.swap_memory": "host memory for the KV of preempted requests, if kv.preemption can swap",
     "kv.hash_seed": "fixes the key of the prefix hash; by default it is random",
@@ -145,7 +146,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, default=None, metavar=metavar, help=f"{what}{choices} ({shown})")
     group = parser.add_argument_group("features", "every other option; `python -m minivllm features` lists them")
     presets = "; ".join(f"{name}: {preset.what}" for name, preset in PRESETS.items())
-    group.add_argument("--preset", default="v1", metavar="NAME", help=f"{presets} (v1)")
+    group.add_argument(
+        "--preset", default="v1", metavar="NAME", help=f"{presets}; ch06: as of the book's chapter 6 (v1)"
+    )
     group.add_argument("--set", action="append", default=[], metavar="a.b=c", help="set one option; may be repeated")
     group.add_argument("--trace", metavar="FILE", help="record every step, as minivllm.trace/1 (JSON Lines)")
 

@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
         return do_exercise(folder, Path(args.exercise or f"chapter-{args.number:02}"))
     fields = [feature.field for feature in FEATURES if feature.chapter == f"{args.number:02}"]
     print(f"{question(folder)} (its switch: {', '.join(fields) or 'none'})", file=sys.stderr)
+    print(f"the engine as of this chapter: python -m minivllm serve --preset ch{args.number:02}", file=sys.stderr)
     flags = [flag for flag, wanted in (("--smoke", args.smoke), ("--record", args.record)) if wanted]
     return python(["-m", f"chapters.{folder.name}.run", *flags])
 

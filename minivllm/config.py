@@ -6,6 +6,7 @@ environment, so that a benchmark's JSON holds all that made its number. After `r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -41,6 +42,7 @@ class KVConfig(Section):
     num_blocks: int | None = None  # size of the pool; None: from memory
     memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
     memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
+    prefault: bool = False  # touch the whole pool at start-up, so that no step waits for the system to find pages
     allocation: str = "paged"
     prefix: str = "hash"
     hash: str = "sha256_cbor"
@@ -64,6 +66,7 @@ class RunnerConfig(Section):
     attention: str = "auto"
     forward: str = "auto"
     compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
+    graphs: str = "none"
 
 
 class SpecDecodeConfig(Section):
@@ -130,10 +133,7 @@ class EngineConfig(Section):
     def build(cls, preset: str = "v1", overrides: Mapping[str, Any] | None = None) -> EngineConfig:
         """A preset with overrides on top. Raises ConfigError for an unknown preset, field or option, or a wrong
         type."""
-        if preset not in PRESETS:
-            hint = did_you_mean(preset, list(PRESETS))
-            raise ConfigError(f'no preset "{preset}".{hint} Presets: {", ".join(PRESETS)}')
-        config = cls(preset=preset).override(PRESETS[preset].overrides).override(overrides or {})
+        config = cls(preset=preset).override(preset_overrides(preset)).override(overrides or {})
         check_options(config)
         return config
 
@@ -211,6 +211,26 @@ PRESETS: dict[str, Preset] = {
     ),
     "v1": Preset({}, "vLLM V1 (January 2025): unified scheduler, chunked prefill, prefix caching, persistent batch"),
 }
+
+
+# The system that the book has come to by a chapter. From there to the next one, each chapter turns its own switches.
+MILESTONES = {0: "naive", 5: "orca-max", 6: "v0", 8: "v0", 12: "v1"}
+
+
+def preset_overrides(name: str) -> dict[str, Any]:
+    """What a preset sets. ch00, ch01 ... are the engine as of a chapter of the book: the last milestone's preset,
+    without what the feature table ascribes to the chapters since. Raises ConfigError for an unknown name.
+    """
+    if matched := re.fullmatch(r"ch(\d\d)", name):
+        chapter = int(matched[1])
+        start = max(first for first in MILESTONES if first <= chapter)
+        since = {f.field for f in FEATURES if f.chapter and start < int(f.chapter) <= chapter}
+        system = PRESETS[MILESTONES[start]].overrides
+        return {field: value for field, value in system.items() if field not in since}
+    if name not in PRESETS:
+        hint = did_you_mean(name, list(PRESETS))
+        raise ConfigError(f'no preset "{name}".{hint} Presets: {", ".join(PRESETS)}; or ch06: as of chapter 6')
+    return PRESETS[name].overrides
 
 
 class Decision(NamedTuple):

@@ -110,6 +110,15 @@ FORWARDS: Registry = Registry(
         "piecewise": "minivllm.runner.forward_piecewise:PiecewiseForward",
     },
 )
+GRAPHS: Registry = Registry(
+    "runner.graphs",
+    {
+        "none": "minivllm.runner.forward_graphs:none",
+        "piecewise": "minivllm.runner.forward_graphs:piecewise",
+        "full": "minivllm.runner.forward_graphs:full",
+        "full+piecewise": "minivllm.runner.forward_graphs:full_and_piecewise",
+    },
+)
 PROPOSERS: Registry = Registry(
     "spec_decode.method",
     {
@@ -274,7 +283,7 @@ FEATURES: tuple[Feature, ...] = (
         "auto",
         "how linear layers keep their weights on a CPU: auto keeps those that a GGUF file has in 4 or 8 bits; int8 and "
         "int4 round any model's when it is loaded; none computes with all of them in the model's dtype",
-        chapter="15",
+        chapter="03",
         workload="fixed",
         metric="throughput",
     ),
@@ -284,7 +293,7 @@ FEATURES: tuple[Feature, ...] = (
         (True, False),
         True,
         "keep, beside weights in 4 or 8 bits, a copy in bf16 for steps of many tokens: faster prefill, more memory",
-        chapter="15",
+        chapter="03",
         workload="fixed",
         metric="ttft_p50",
     ),
@@ -308,6 +317,17 @@ FEATURES: tuple[Feature, ...] = (
         chapter="14",
         workload="fixed",
         metric="throughput",
+    ),
+    Feature(
+        "graphs",
+        "runner.graphs",
+        GRAPHS.names(),
+        "none",
+        "which forwards are captured once for each size and replayed without the host's work (CUDA graphs; on a CPU "
+        "recorded calls that assert what a graph needs): what lies between two attentions, whole decode steps, or both",
+        chapter="14",
+        workload="fixed",
+        metric="tpot_p50",
     ),
     Feature(
         "spec_decode",
@@ -348,7 +368,7 @@ FEATURES: tuple[Feature, ...] = (
         EXECUTORS.names(),
         "uni",
         "where and as what the forward runs: in this process, or as transformers' own model, one request at a time",
-        chapter="17",
+        chapter="01",
         workload="fixed",
         metric="throughput",
     ),
@@ -432,6 +452,15 @@ CONFLICTS: tuple[Conflict, ...] = (
         for option in ("background", "wait")
     ),
     *(
+        conflict
+        for graphs in GRAPHS.names()
+        if graphs != "none"
+        for conflict in (
+            Conflict(("forward", "fused"), ("graphs", graphs), "its C++ calls are for CPUs, which have no graphs"),
+            Conflict(("graphs", graphs), ("lora", True), "a capture would keep the adapters of its own step"),
+        )
+    ),
+    *(
         Conflict(("overlap", 2), ("spec_decode", method), "how far a guess went is known only when its step has ended")
         for method in PROPOSERS.names()
         if method != "none"
@@ -464,6 +493,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("attention", (*ATTENTION.names(), *ATTENTION_PAIRS), "auto", "attends by itself, over its own cache"),
             ("forward", FORWARDS.names(), "auto", "runs its model eagerly"),
             ("compile", ("off", "background", "wait"), "off", "runs its model eagerly"),
+            ("graphs", GRAPHS.names(), "none", "runs its model eagerly"),
             ("lora", (False, True), False, "has its own layers, without adapters"),
             ("spec_decode", PROPOSERS.names(), "none", "is the baseline: its cache takes back no rejected draft"),
         )

@@ -42,6 +42,21 @@ def test_an_unknown_preset_is_refused():
         EngineConfig.build("v11")
 
 
+def test_the_preset_of_a_chapter_is_the_system_so_far_with_the_switches_turned_since():
+    def as_of(chapter):
+        return dict(EngineConfig.build(f"ch{chapter:02}").flat())
+
+    assert as_of(1) == EngineConfig.build("naive").flat() and as_of(5) == EngineConfig.build("orca-max").flat()
+    v0, v1 = (EngineConfig.build(preset).flat() for preset in ("v0", "v1"))
+    assert as_of(6) == as_of(8) == v0
+    assert as_of(9) == {**v0, "kv.prefix": "hash"}
+    assert as_of(10) == {**as_of(9), "scheduler.kind": "unified", "scheduler.chunked_prefill": True}
+    assert as_of(11) == {**as_of(10), "runner.inputs": "persistent"}
+    assert as_of(12) == as_of(18) == v1
+    with pytest.raises(ConfigError, match="as of chapter 6"):
+        EngineConfig.build("ch6")
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_builds_and_says_what_it_stands_for(name):
     assert EngineConfig.build(name).preset == name and PRESETS[name].what

@@ -75,6 +75,8 @@ def test_a_wheel_holds_every_module_and_no_top_level_kernels(checkout, tmp_path)
     assert {p.relative_to(installed) for p in installed.rglob("*.py")} == sources
     cpp = {p.relative_to(checkout) for p in (checkout / "kernels").rglob("*") if p.suffix in (".cpp", ".h")}
     assert cpp and all((installed / "minivllm" / p).is_file() for p in cpp)
+    page = {p.relative_to(checkout) for p in (checkout / "minivllm" / "serve" / "page" / "static").iterdir()}
+    assert page and all((installed / p).is_file() for p in page)
     where, kernels = python(WHERE, tmp_path, BARE, PYTHONPATH=str(installed)).split()
     assert Path(where).is_relative_to(installed) and kernels == "None"
 

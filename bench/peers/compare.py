@@ -232,14 +232,15 @@ def best(family: str, runs: Mapping[str, dict[str, Any]], family_of: Mapping[str
 
 
 def all_ratios(workloads: Mapping[str, dict[str, Any]], family_of: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Each of ours against each other family, in each workload that both ran."""
+    """The best setting of each of our families against that of each other one, in each workload that both ran."""
     rows = []
     families = list(dict.fromkeys(family_of.values()))
     for workload, measured in workloads.items():
         runs = measured["runs"]
-        for ours in (
-            family for family in families if family.startswith("minivllm") and runs.get(family, {}).get("rates")
-        ):
+        for mine in (family for family in families if family.startswith("minivllm")):
+            ours = best(mine, runs, family_of)
+            if ours is None:
+                continue
             for family in (family for family in families if not family.startswith("minivllm")):
                 theirs = best(family, runs, family_of)
                 if theirs is None:
@@ -253,7 +254,7 @@ def all_ratios(workloads: Mapping[str, dict[str, Any]], family_of: Mapping[str, 
                     "ratio": value,
                     "why": why,
                 }
-                rows.append(row | {"at_least": TARGETS.get((workload, ours, family))})
+                rows.append(row | {"at_least": TARGETS.get((workload, mine, family))})
     return rows
 
 

@@ -46,10 +46,15 @@ def known_engines(threads: int) -> dict[str, Engine]:
     """By name, in the order of the table; `minivllm-compiled` only by asking for it."""
     one, many = {"VLLM_CPU_KVCACHE_SPACE": "4"}, {"OMP_NUM_THREADS": str(threads)}
     bf16, wait = {"dtype": "bfloat16", "quantization": "none"}, {"compile": "wait"}
+    touched = {
+        "overrides": {"kv.prefault": True}
+    }  # as vLLM does: otherwise every run pays for pages that are new to it
     ours = "run_minivllm.py"
     found = [
         Engine("minivllm", "minivllm", ours, "ours", "as it starts by default", env=many),
         Engine("minivllm-bf16", "minivllm-bf16", ours, "ours", "--quantization none", bf16, many),
+        Engine("minivllm-prefault", "minivllm", ours, "ours", "KV pool touched at start", touched, many),
+        Engine("minivllm-bf16-prefault", "minivllm-bf16", ours, "ours", "both", bf16 | touched, many),
         Engine("minivllm-compiled", "minivllm-compiled", ours, "ours", "bf16, --compile wait", bf16 | wait, many),
         Engine(
             "vllm-unbound",

@@ -14,7 +14,7 @@ from typing import Any
 
 PARTS = ("interpreter", "import", "load", "compile", "first token")
 # Okabe and Ito: told apart by every eye. Ours in one colour and its shades.
-COLOURS = {"minivllm": "#0072b2", "minivllm-bf16": "#56b4e9", "minivllm-compiled": "#009e73"}
+COLOURS = {"minivllm": "#0072b2", "minivllm-bf16": "#56b4e9", "minivllm-compiled": "#009e73"}  # by family
 OTHERS = {"vllm": "#d55e00", "llama.cpp": "#8c8c8c", "transformers": "#e69f00"}
 
 
@@ -146,7 +146,7 @@ def panel(axes: Any, workload: Mapping[str, Any], engines: Sequence[str], known:
             axes.text(0, y, " -", va="center", fontsize=7, color="#8c8c8c")
             continue
         value = statistics.median(found)
-        axes.barh(y, value, height=0.7, color=COLOURS.get(name) or OTHERS.get(known[name]["family"], "#8c8c8c"))
+        axes.barh(y, value, height=0.7, color=(COLOURS | OTHERS).get(known[name]["family"], "#8c8c8c"))
         axes.plot(found, [y] * len(found), "o", color="#222222", markersize=2.5)
         axes.annotate(
             number(value), (max(found), y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7

@@ -20,8 +20,9 @@ class MiniVLLM:
     def __init__(self, job: dict[str, Any]):
         from minivllm import LLM
 
-        overrides = {"executor.num_threads": job["threads"]}
-        self.llm = LLM(job["model"], max_model_len=job["max_len"], overrides=overrides, **job["options"])
+        options = dict(job["options"])
+        overrides = {"executor.num_threads": job["threads"], **options.pop("overrides", {})}
+        self.llm = LLM(job["model"], max_model_len=job["max_len"], overrides=overrides, **options)
         self.settings = {decision.field: f"{decision.value}: {decision.reason}" for decision in self.llm.decisions}
         found = re.search(r"compiled in (\d+) s", self.settings.get("runner.forward", ""))
         self.compile_seconds = float(found.group(1)) if found else 0.0

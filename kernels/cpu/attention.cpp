@@ -44,52 +44,68 @@ inline float quantise(const char* from, Kind kind, int size, int8_t* to) {
   return largest / 127 + sum;
 }
 
-void write_token(const Call& call, int token, int head, std::vector<int8_t>& quantised) {
+// K and V of `count` tokens from `token` on, whose slots follow each other in one page. Word by word, so that what is
+// written lies together: a token by itself would touch a line of the cache for each of its words.
+void write_run(const Call& call, int token, int count, int head, std::vector<int8_t>& quantised) {
   const Layout& layout = call.plan.layout;
   const int64_t slot = call.plan.slots[token];
   const int offset = slot % layout.block_size, size = layout.head_size, bytes = size * item_size(layout.kv);
   char* page = call.page(slot / layout.block_size, head);
   const char* k = call.input(call.tensors.k, call.tensors.k_stride, token, head);
   const char* v = call.input(call.tensors.v, call.tensors.v_stride, token, head);
+  size_t k_stride = call.tensors.k_stride * item_size(call.kind());  // bytes between two tokens
+  size_t v_stride = call.tensors.v_stride * item_size(call.kind());
   if (layout.kv == I8) {
-    quantised.resize(2 * size);
-    float scale = quantise(k, call.kind(), size, quantised.data());
-    store(page + layout.k_scales_at + offset * 4, scale);
-    scale = quantise(v, call.kind(), size, quantised.data() + size);
-    store(page + layout.v_scales_at + offset * 4, scale);
-    k = (const char*)quantised.data(), v = k + size;
+    quantised.resize(size_t(count) * 2 * size);
+    for (int t = 0; t < count; t++) {
+      int8_t* to = quantised.data() + size_t(t) * 2 * size;
+      store(page + layout.k_scales_at + (offset + t) * 4, quantise(k + t * k_stride, call.kind(), size, to));
+      store(page + layout.v_scales_at + (offset + t) * 4, quantise(v + t * v_stride, call.kind(), size, to + size));
+    }
+    k = (const char*)quantised.data(), v = k + size, k_stride = v_stride = 2 * size;
   }
   char* column = page + offset * 4;
   const int whole = bytes / 4;
-  for (int w = 0; w < whole; w++) std::memcpy(column + size_t(w) * layout.block_size * 4, k + w * 4, 4);
-  if (whole < layout.words) {
-    char last[4] = {};
-    std::memcpy(last, k + whole * 4, bytes - whole * 4);
-    std::memcpy(column + size_t(whole) * layout.block_size * 4, last, 4);
-  }
+  for (int w = 0; w < whole; w++, column += size_t(layout.block_size) * 4)
+    for (int t = 0; t < count; t++) std::memcpy(column + t * 4, k + t * k_stride + w * 4, 4);
+  if (whole < layout.words)
+    for (int t = 0; t < count; t++) {
+      char last[4] = {};
+      std::memcpy(last, k + t * k_stride + whole * 4, bytes - whole * 4);
+      std::memcpy(column + t * 4, last, 4);
+    }
   char* rows = page + layout.v_at;
   if (!layout.pairs) {
-    std::memcpy(rows + size_t(offset) * bytes, v, bytes);
+    for (int t = 0; t < count; t++) std::memcpy(rows + size_t(offset + t) * bytes, v + t * v_stride, bytes);
     return;
   }
-  uint16_t* pair = (uint16_t*)rows + size_t(offset / 2) * size * 2 + offset % 2;
-  for (int d = 0; d < size; d++) pair[2 * d] = load<uint16_t>(v + d * 2);
+  for (int t = 0; t < count;) {
+    uint16_t* pair = (uint16_t*)rows + size_t((offset + t) / 2) * size * 2;
+    const uint16_t *first = (const uint16_t*)(v + t * v_stride), *second = (const uint16_t*)(v + (t + 1) * v_stride);
+    if ((offset + t) % 2 == 0 && t + 1 < count) {
+      for (int d = 0; d < size; d++) ((uint32_t*)pair)[d] = first[d] | uint32_t(second[d]) << 16;
+      t += 2;
+    } else {
+      for (int d = 0; d < size; d++) pair[2 * d + (offset + t) % 2] = first[d];
+      t++;
+    }
+  }
 }
 
-void write_rows(void* data) {
+void write_runs(void* data) {
   Call& call = *(Call*)data;
   std::vector<int8_t> quantised;
-  for (size_t i; (i = call.next++) < call.plan.writes.size();)
-    for (int head = 0; head < call.plan.layout.kv_heads; head++)
-      for (int t = call.plan.writes[i].first; t < call.plan.writes[i].second; t++)
-        write_token(call, t, head, quantised);
+  const int heads = call.plan.layout.kv_heads, num_items = int(call.plan.runs.size()) * heads;
+  for (int i; (i = call.next++) < num_items;)
+    write_run(call, call.plan.runs[i / heads].first, call.plan.runs[i / heads].second, i % heads, quantised);
 }
 
 // ---- attending
 
 // A thread's buffers, all [rows][...].
 struct Scratch {
-  std::vector<float> scores, query, weights, mean, peak, sum;
+  std::vector<float> scores, query, weights, mean;
+  std::vector<float> peak, sum, base, shrink;  // of the softmax: [rows], whole vectors
   std::vector<uint32_t> packed;  // K of a chunk, if pages are too narrow to be read as they lie
   std::vector<int8_t> quantised;
   float k_scales[CHUNK], v_scales[CHUNK];
@@ -102,8 +118,7 @@ struct Scratch {
     weights.resize(size_t(rows) * CHUNK);
     query.resize(size_t(rows) * layout.words * (4 / item_size(layout.kv)));
     mean.resize(size_t(rows) * layout.padded_head());
-    peak.resize(rows);
-    sum.resize(rows);
+    for (auto* of_rows : {&peak, &sum, &base, &shrink}) of_rows->resize(rows);
     if (!layout.direct) packed.resize(size_t(layout.words) * CHUNK);
   }
 };
@@ -161,68 +176,116 @@ Chunk find_keys(const Call& call, const Tile& tile, int head, int begin, Scratch
   return chunk;
 }
 
-// One row's scores become weights relative to its new peak. Sees keys first : last of the chunk. Returns the factor that
-// its earlier weights shrink by.
+// The keys of the chunk that row m sees: first : last, counted from the chunk's first.
+std::pair<int, int> seen(const Call& call, const Tile& tile, const Chunk& chunk, int m) {
+  const int window = call.view.spec.window;
+  const int position = call.plan.seq_lens[tile.request] - call.plan.num_queries(tile.request) + tile.first_query +
+                       m / call.view.heads_per_kv;
+  return {std::max(tile.key_begin, window ? position - window + 1 : 0) - chunk.begin,
+          std::min(position + 1, tile.key_end) - chunk.begin};
+}
+
+// Scores become weights relative to each row's new peak; sums and means so far shrink to it. In four loops over the
+// rows: while one row waits for its peak or its power of two, the processor goes on with another.
 template <Kind K, bool PAIRS>
-float soften(const Call& call, int num_vectors, int first, int last, float* scores, Scratch& scratch, int m) {
+void soften(const Call& call, const Tile& tile, const Chunk& chunk, int rows, Scratch& scratch) {
   const minivllm_view& spec = call.view.spec;
-  Weight<K, PAIRS>* weights = (Weight<K, PAIRS>*)scratch.weights.data() + m * CHUNK;
   const float none = -std::numeric_limits<float>::infinity();
-  const float scale = spec.soft_cap ? spec.scale / spec.soft_cap : spec.scale * LOG2E;
+  const int num_vectors = chunk.num_vectors;
+  const bool by_key = K == I8 || spec.soft_cap;  // scores are exponents of 2 already when their peak is looked for
+  const float unit = by_key ? 1 : spec.scale * LOG2E;
   Ints lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
-  Floats highest = splat(none);
-  for (int j = 0; j < num_vectors; j++) {
-    Floats x = load<Floats>(scores + j * LANES) * scale;
-    if constexpr (K == I8) x *= load<Floats>(scratch.k_scales + j * LANES);
-    if (spec.soft_cap) x = tanh_of(x) * (spec.soft_cap * LOG2E);
-    if (j * LANES < first || (j + 1) * LANES > last) {
-      const Ints at = lane + j * LANES;
-      x = (at >= first) & (at < last) ? x : splat(none);
+  for (int m = 0; m < rows; m++) {
+    float* scores = &scratch.scores[m * CHUNK];
+    const auto [first, last] = seen(call, tile, chunk, m);
+    if (by_key) {
+      const float scale = spec.soft_cap ? spec.scale / spec.soft_cap : spec.scale * LOG2E;
+      for (int j = 0; j < num_vectors; j++) {
+        Floats x = load<Floats>(scores + j * LANES) * scale;
+        if constexpr (K == I8) x *= load<Floats>(scratch.k_scales + j * LANES);
+        if (spec.soft_cap) x = tanh_of(x) * (spec.soft_cap * LOG2E);
+        store(scores + j * LANES, x);
+      }
     }
-    store(scores + j * LANES, x);
-    highest = x > highest ? x : highest;
-  }
-  const float peak = std::max(scratch.peak[m], max_of(highest));
-  const float base = peak == none ? 0 : peak;  // nothing seen so far: every weight is 2^-inf, not 2^NaN
-  Floats sum{};
-  for (int j = 0; j < num_vectors; j++) {
-    Floats p = exp2_of_negative(load<Floats>(scores + j * LANES) - base);
-    sum += p;
-    if constexpr (K == I8) {
+    auto hide = [&, first = first, last = last](int j) {
       const Ints at = lane + j * LANES;
-      p = (at >= first) & (at < last) ? p * load<Floats>(scratch.v_scales + j * LANES) : Floats{};
+      store(scores + j * LANES, (at >= first) & (at < last) ? load<Floats>(scores + j * LANES) : splat(none));
+    };
+    const int open = std::clamp((first + LANES - 1) / LANES, 0, num_vectors);
+    const int close = std::clamp(last / LANES, open, num_vectors);
+    for (int j = 0; j < open; j++) hide(j);
+    for (int j = close; j < num_vectors; j++) hide(j);
+    Floats highest = splat(none), other = highest;
+    int j = 0;
+    for (; j + 2 <= num_vectors; j += 2) {
+      highest = larger(load<Floats>(scores + j * LANES), highest);
+      other = larger(load<Floats>(scores + (j + 1) * LANES), other);
     }
-    if constexpr (sizeof(Weight<K, PAIRS>) == 2)
-      store(weights + j * LANES, to_bf16(p));
-    else
-      store(weights + j * LANES, p);
+    if (j < num_vectors) highest = larger(load<Floats>(scores + j * LANES), highest);
+    scratch.base[m] = std::max(scratch.peak[m], max_of(larger(other, highest)) * unit);
   }
-  const float shrink = exp2_of_negative(splat(scratch.peak[m] - base))[0];
-  scratch.sum[m] = scratch.sum[m] * shrink + sum_of(sum);
-  scratch.peak[m] = peak;
-  return shrink;
+  for (int m = 0; m < rows; m += LANES) {
+    const Floats old = load<Floats>(&scratch.peak[m]), peak = load<Floats>(&scratch.base[m]);
+    const Floats base = peak == none ? Floats{} : peak;  // nothing seen so far: weights are 2^-inf, not 2^NaN
+    const Floats shrink = exp2_of_negative(old - base);
+    store(&scratch.peak[m], peak);
+    store(&scratch.base[m], base);
+    store(&scratch.shrink[m], shrink);
+    store(&scratch.sum[m], load<Floats>(&scratch.sum[m]) * shrink);
+  }
+  for (int m = 0; m < rows; m++) {
+    const float* scores = &scratch.scores[m * CHUNK];
+    auto* weights = (Weight<K, PAIRS>*)scratch.weights.data() + m * CHUNK;
+    const float base = scratch.base[m];
+    const auto [first, last] = seen(call, tile, chunk, m);
+    Floats sum{};
+    for (int j = 0; j < num_vectors; j++) {
+      Floats p = exp2_of_negative(load<Floats>(scores + j * LANES) * unit - base);
+      sum += p;
+      if constexpr (K == I8) {
+        const Ints at = lane + j * LANES;  // the scale of a slot that nobody wrote may be NaN
+        p = (at >= first) & (at < last) ? p * load<Floats>(scratch.v_scales + j * LANES) : Floats{};
+      }
+      if constexpr (sizeof(Weight<K, PAIRS>) == 2)
+        store(weights + j * LANES, to_bf16(p));
+      else
+        store(weights + j * LANES, p);
+    }
+    scratch.sum[m] += sum_of(sum);
+  }
+  const int stride = call.plan.layout.padded_head();
+  for (int m = 0; m < rows; m++) {
+    const float shrink = scratch.shrink[m];
+    if (shrink == 1) continue;
+    for (float* mean = &scratch.mean[m * stride]; mean < &scratch.mean[m * stride] + stride; mean += LANES)
+      store(mean, load<Floats>(mean) * shrink);
+  }
 }
 
 void write_output(const Call& call, const Tile& tile, int head, const float* mean, const float* sum) {
   const Layout& layout = call.plan.layout;
   const int group = call.view.heads_per_kv, size = layout.head_size, stride = layout.padded_head();
+  const Kind kind = call.kind();
   for (int m = 0; m < tile.num_queries * group; m++) {
     const int64_t token = call.plan.query_start[tile.request] + tile.first_query + m / group;
     const int64_t row = token * call.view.spec.num_heads + head * group + m % group;
-    char* to = (char*)call.tensors.out + row * size * item_size(call.kind());
+    char* to = (char*)call.tensors.out + row * size * item_size(kind);
     const float inverse = 1 / sum[m];
-    for (int d = 0; d < size; d += LANES) {
-      const Floats x = load<Floats>(mean + m * stride + d) * inverse;
-      const int count = std::min(LANES, size - d);
-      if (call.kind() == F32) {
-        std::memcpy(to + d * 4, &x, count * 4);
-      } else if (call.kind() == BF16) {
-        const Halves h = to_bf16(x);
-        std::memcpy(to + d * 2, &h, count * 2);
-      } else {
-        for (int i = 0; i < count; i++) store(to + (d + i) * 2, to_float16(x[i]));
+    int d = 0;
+    if (kind != F16)
+      for (; d + LANES <= size; d += LANES) {
+        const Floats x = load<Floats>(mean + m * stride + d) * inverse;
+        if (kind == F32)
+          store(to + d * 4, x);
+        else
+          store(to + d * 2, to_bf16(x));
       }
+    for (; d < size; d++) {
+      const float x = mean[m * stride + d] * inverse;
+      if (kind == F32) store(to + d * 4, x);
+      if (kind == BF16) store(to + d * 2, uint16_t(to_bf16(splat(x))[0]));
+      if (kind == F16) store(to + d * 2, to_float16(x));
     }
   }
 }
@@ -299,10 +362,10 @@ void multiply_values(const Layout& layout, const Chunk& chunk, int rows, Scratch
 template <Kind K, bool PAIRS>
 void attend_tile(const Call& call, const Tile& tile, int head, Scratch& scratch) {
   const Layout& layout = call.plan.layout;
-  const int group = call.view.heads_per_kv, rows = tile.num_queries * group, window = call.view.spec.window;
+  const int group = call.view.heads_per_kv, rows = tile.num_queries * group;
   const int queries = call.plan.num_queries(tile.request), seq_len = call.plan.seq_lens[tile.request];
   if (queries == 1 && tile.key_end == seq_len)
-    write_token(call, call.plan.query_start[tile.request], head, scratch.quantised);
+    write_run(call, call.plan.query_start[tile.request], 1, head, scratch.quantised);
   load_queries<K>(call, tile, head, scratch);
   std::fill_n(scratch.mean.data(), rows * layout.padded_head(), 0.0f);
   std::fill_n(scratch.peak.data(), rows, -std::numeric_limits<float>::infinity());
@@ -311,15 +374,7 @@ void attend_tile(const Call& call, const Tile& tile, int head, Scratch& scratch)
   for (int at = tile.key_begin / grain * grain; at < tile.key_end; at += CHUNK) {
     const Chunk chunk = find_keys<K>(call, tile, head, at, scratch);
     multiply_keys<K, PAIRS>(layout, chunk, rows, scratch);
-    for (int m = 0; m < rows; m++) {
-      const int position = seq_len - queries + tile.first_query + m / group;
-      const int last = std::min(position + 1, tile.key_end) - at;
-      const int first = std::max(tile.key_begin, window ? position - window + 1 : 0) - at;
-      const float shrink =
-          soften<K, PAIRS>(call, chunk.num_vectors, first, last, &scratch.scores[m * CHUNK], scratch, m);
-      if (shrink != 1)
-        for (int d = 0; d < layout.padded_head(); d++) scratch.mean[m * layout.padded_head() + d] *= shrink;
-    }
+    soften<K, PAIRS>(call, tile, chunk, rows, scratch);
     multiply_values<K, PAIRS>(layout, chunk, rows, scratch);
   }
   if (tile.group >= 0)
@@ -331,11 +386,11 @@ void attend_tile(const Call& call, const Tile& tile, int head, Scratch& scratch)
 template <Kind K, bool PAIRS>
 void attend_tiles(void* data) {
   Call& call = *(Call*)data;
-  const int kv_heads = call.plan.layout.kv_heads, num_items = int(call.view.tiles.size()) * kv_heads;
+  const int num_items = int(call.view.items.size());
   static thread_local Scratch scratch;
   scratch.fit(call.plan.layout, call.view.rows);
   for (int i; (i = call.next++) < num_items;)
-    attend_tile<K, PAIRS>(call, call.view.tiles[i / kv_heads], i % kv_heads, scratch);
+    attend_tile<K, PAIRS>(call, call.view.tiles[call.view.items[i].tile], call.view.items[i].head, scratch);
 }
 
 using Work = void (*)(void*);
@@ -380,7 +435,7 @@ void minivllm_attend(void* plan_, int view, const minivllm_tensors* tensors, min
     else
       parallel(work, &call, num_threads, 0);  // always the same number: libgomp ends the threads of a smaller team
   };
-  if (!plan.writes.empty()) run(write_rows);
+  if (!plan.runs.empty()) run(write_runs);
   run(attend_work(plan.layout));
   // Nobody reads padding rows, but they pass through the layers that follow.
   const size_t row = size_t(call.view.spec.num_heads) * plan.layout.head_size * item_size(call.kind());

@@ -12,72 +12,65 @@
 #include <vector>
 
 #include "attention.h"
+#include "simd.h"
 
 namespace {
+
+using namespace minivllm;
 
 typedef uint16_t bf16;
 constexpr int64_t ALONE = 1 << 15;  // elements: below, waking another thread takes longer than the work
 
-inline float get(const float* p, int64_t i) { return p[i]; }
-inline float get(const bf16* p, int64_t i) {
-  const uint32_t wide = uint32_t(p[i]) << 16;
-  float value;
-  std::memcpy(&value, &wide, 4);
-  return value;
-}
-inline void put(float* p, int64_t i, float x) { p[i] = x; }
-inline void put(bf16* p, int64_t i, float x) {  // to nearest, ties to even; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  p[i] = x == x ? bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : bf16(0x7fc0);
-}
-inline float rounded(const float*, float x) { return x; }
-inline float rounded(const bf16*, float x) {
-  bf16 bits;
-  put(&bits, 0, x);
-  return get(&bits, 0);
-}
+template <typename T>
+constexpr Kind KIND = sizeof(T) == 2 ? BF16 : F32;
 
-// e^x for x <= 0, relative error below 3e-7; 0 below 2^-126; NaN stays NaN. No branch: it runs in vectors.
-inline float exp_of_negative(float x) {
-  const float scaled = x * 1.44269504f, clamped = scaled < -126.f ? -126.f : scaled;
-  const float shifted = clamped + 12582912.f;  // 1.5 * 2^23: the integer part is now in the low bits
-  const float f = clamped - (shifted - 12582912.f);
-  uint32_t power;
-  std::memcpy(&power, &shifted, 4);
-  power = (power << 23) + (127u << 23);
-  float scale;
-  std::memcpy(&scale, &power, 4);
-  float y = f * 1.54035304e-4f + 1.33335581e-3f;
-  y = y * f + 9.61812911e-3f;
-  y = y * f + 5.55041087e-2f;
-  y = y * f + 2.40226507e-1f;
-  y = y * f + 6.93147181e-1f;
-  y = y * f + 1.f;
-  return scaled < -126.f ? 0.f : y * scale;
-}
-
-inline float silu(float x) {
-  const float e = exp_of_negative(x < 0 ? x : -x);
-  return x < 0 ? x * e / (1 + e) : x / (1 + e);
-}
+// `count` elements from p, of which there are LANES or, at a row's end, fewer. A count known to the compiler is a type.
+typedef std::integral_constant<int, LANES> Whole;
 
 template <typename T>
-float inverse_rms(const T* x, int64_t size, float eps) {
-  constexpr int LANES = 16;
-  float lanes[LANES] = {}, sum = 0;
+inline Floats get(const T* p, Whole) {
+  return load_floats<KIND<T>>(p);
+}
+template <typename T>
+inline Floats get(const T* p, int count) {
+  return load_some<KIND<T>>(p, count);
+}
+inline void put(float* p, Floats x, int count) { std::memcpy(p, &x, count * sizeof(float)); }
+inline void put(bf16* p, Floats x, int count) {  // to nearest, ties to even; NaN stays NaN
+  const Halves halves = to_bf16(x);
+  std::memcpy(p, &halves, count * sizeof(bf16));
+}
+inline Floats rounded(const float*, Floats x) { return x; }
+inline Floats rounded(const bf16*, Floats x) {
+  const Halves halves = to_bf16(x);
+  return load_floats<BF16>(&halves);
+}
+
+// work(i, count) for all vectors of a row.
+template <typename Work>
+inline void each_vector(int64_t size, const Work& work) {
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES)
-    for (int j = 0; j < LANES; j++) lanes[j] += get(x, i + j) * get(x, i + j);
-  for (; i < size; i++) sum += get(x, i) * get(x, i);
-  for (int j = 0; j < LANES; j++) sum += lanes[j];
-  return 1 / std::sqrt(sum / size + eps);
+  for (; i + LANES <= size; i += LANES) work(i, Whole{});
+  if (i < size) work(i, int(size - i));
+}
+
+// Of a sum of squares; several sums at once, since each addition waits for the one before it.
+template <typename T>
+float inverse_rms(const T* x, int64_t size, float eps) {
+  Floats sums[4] = {};
+  each_vector(size, [&](int64_t i, auto count) {
+    const Floats value = get(x + i, count);
+    sums[i / LANES % 4] += value * value;
+  });
+  return 1 / std::sqrt(sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / size + eps);
 }
 
 template <typename T>
 void norm(const T* x, const T* weight, int64_t size, float eps, T* y) {
   const float inverse = inverse_rms(x, size, eps);
-  for (int64_t i = 0; i < size; i++) put(y, i, get(x, i) * inverse * get(weight, i));
+  each_vector(size, [&](int64_t i, auto count) {
+    put(y + i, get(x + i, count) * inverse * get(weight + i, count), count);
+  });
 }
 
 // One head, in place. weight: null, or of the norm of q and k, whose result is rounded before it is multiplied.
@@ -85,13 +78,20 @@ template <typename T>
 void rotate(T* x, const T* weight, float eps, const T* cos, const T* sin, int64_t half) {
   if (weight != nullptr) {
     const float inverse = inverse_rms(x, 2 * half, eps);
-    for (int64_t i = 0; i < 2 * half; i++) put(x, i, rounded(x, get(x, i) * inverse) * get(weight, i));
+    each_vector(2 * half, [&](int64_t i, auto count) {
+      put(x + i, rounded(x, get(x + i, count) * inverse) * get(weight + i, count), count);
+    });
   }
-  for (int64_t i = 0; i < half; i++) {
-    const float a = get(x, i), b = get(x, half + i), c = get(cos, i), s = get(sin, i);
-    put(x, i, rounded(x, a * c) - b * s);
-    put(x, half + i, rounded(x, b * c) + a * s);
-  }
+  each_vector(half, [&](int64_t i, auto count) {
+    const Floats a = get(x + i, count), b = get(x + half + i, count), c = get(cos + i, count), s = get(sin + i, count);
+    put(x + i, rounded(x, a * c) - b * s, count);
+    put(x + half + i, rounded(x, b * c) + a * s, count);
+  });
+}
+
+inline Floats silu(Floats x) {
+  const Floats e = exp2_of_negative((x < 0 ? x : -x) * 1.44269504f);  // of -|x|: never overflows
+  return (x < 0 ? x * e : x) * reciprocal(1 + e);
 }
 
 template <typename Work>
@@ -175,7 +175,9 @@ struct Step {
   void add_norm(const T* delta, const void* weight, T* x, T* y) const {
     each(tokens, d.hidden, [&](int64_t t) {
       T* row = x + t * d.hidden;
-      for (int64_t i = 0; i < d.hidden; i++) put(row, i, get(row, i) + get(delta, t * d.hidden + i));
+      each_vector(d.hidden, [&](int64_t i, auto count) {
+        put(row + i, get(row + i, count) + get(delta + t * d.hidden + i, count), count);
+      });
       norm(row, (const T*)weight, d.hidden, d.eps, y + t * d.hidden);
     });
   }
@@ -199,7 +201,9 @@ struct Step {
     const int64_t size = d.intermediate;
     each(tokens, 2 * size, [&](int64_t t) {
       const T *gate = gate_up + 2 * t * size, *up = gate + size;
-      for (int64_t i = 0; i < size; i++) put(to, t * size + i, rounded(to, silu(get(gate, i))) * get(up, i));
+      each_vector(size, [&](int64_t i, auto count) {
+        put(to + t * size + i, rounded(to, silu(get(gate + i, count))) * get(up + i, count), count);
+      });
     });
   }
 

@@ -14,7 +14,7 @@ namespace minivllm {
 
 constexpr int TILE_ROWS = 32;    // (query, head) rows that share one pass over the keys
 constexpr int SPLIT = 512;       // keys of a piece, where one tile of queries is all that a request has
-constexpr int WRITE_TOKENS = 8;  // tokens a thread writes at a time
+constexpr int RUN_TOKENS = 64;   // tokens that are written at a time, at most
 
 constexpr int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
@@ -54,10 +54,15 @@ struct Group {
   int first_slot, num_pieces;
 };
 
+struct Item {
+  int tile, head;
+};
+
 struct View {
   minivllm_view spec;
   int heads_per_kv, rows;  // rows of the largest tile
   std::vector<Tile> tiles;
+  std::vector<Item> items;  // in the order in which threads take them
   std::vector<Group> groups;
   std::unique_ptr<std::atomic<int>[]> done;  // [groups][kv_heads] pieces that are done
   double work = 0;                           // rows x keys
@@ -68,7 +73,7 @@ struct Plan {
   int num_requests, table_width, num_tokens, padded_tokens;
   std::vector<int> query_start, seq_lens, block_tables;
   std::vector<int64_t> slots;
-  std::vector<std::pair<int, int>> writes;  // token rows of requests with several queries
+  std::vector<std::pair<int, int>> runs;  // first token and count, of requests with several queries: slots in a row
   std::vector<View> views;
   std::unique_ptr<float[]> partials;  // [slots][rows x (padded head + 2)]
 
@@ -85,8 +90,12 @@ struct Plan {
         views(num_views) {
     for (int r = 0; r < num_requests; r++)
       if (num_queries(r) > 1)
-        for (int t = query_start[r]; t < query_start[r + 1]; t += WRITE_TOKENS)
-          writes.emplace_back(t, std::min(t + WRITE_TOKENS, query_start[r + 1]));
+        for (int t = query_start[r], end; t < query_start[r + 1]; t = end) {
+          for (end = t + 1; end < query_start[r + 1] && end - t < RUN_TOKENS && slots[end] == slots[end - 1] + 1 &&
+                            slots[end] % layout.block_size != 0;)
+            end++;
+          runs.emplace_back(t, end - t);
+        }
     size_t partial_floats = 0;
     for (int i = 0; i < num_views; i++) partial_floats = std::max(partial_floats, fill(views[i], specs[i]));
     partials.reset(new float[partial_floats]);
@@ -125,14 +134,35 @@ struct Plan {
         num_slots += pieces * layout.kv_heads;
       }
     }
-    // Longest first: what is taken last is short, so threads end together.
-    std::stable_sort(view.tiles.begin(), view.tiles.end(), [](const Tile& a, const Tile& b) {
-      return int64_t(a.num_queries) * (a.key_end - a.key_begin) > int64_t(b.num_queries) * (b.key_end - b.key_begin);
-    });
+    order(view);
     const size_t num_done = view.groups.size() * layout.kv_heads;
     view.done.reset(new std::atomic<int>[num_done]);
     for (size_t i = 0; i < num_done; i++) view.done[i] = 0;
     return size_t(num_slots) * slot_floats(view);
+  }
+
+  // The tiles of one request and one KV head follow each other, since they read the same keys, which then stay in the
+  // cache. The request with most work first, and of each its longest tiles: what is taken last is short, so threads end
+  // together.
+  void order(View& view) const {
+    auto work = [&](int t) {
+      const Tile& tile = view.tiles[t];
+      return int64_t(tile.num_queries) * (tile.key_end - tile.key_begin);
+    };
+    std::vector<int64_t> of_request(num_requests);
+    std::vector<int> tiles(view.tiles.size());
+    for (size_t t = 0; t < tiles.size(); t++) of_request[view.tiles[tiles[t] = t].request] += work(t);
+    std::stable_sort(tiles.begin(), tiles.end(), [&](int a, int b) {
+      const int p = view.tiles[a].request, q = view.tiles[b].request;
+      if (of_request[p] != of_request[q]) return of_request[p] > of_request[q];
+      return p != q ? p < q : work(a) > work(b);
+    });
+    for (size_t begin = 0, end; begin < tiles.size(); begin = end) {
+      const int request = view.tiles[tiles[begin]].request;
+      for (end = begin; end < tiles.size() && view.tiles[tiles[end]].request == request;) end++;
+      for (int head = 0; head < layout.kv_heads; head++)
+        for (size_t t = begin; t < end; t++) view.items.push_back({tiles[t], head});
+    }
   }
 };
 

@@ -149,36 +149,74 @@ inline float to_float(Kind kind, const char* from) {
 #endif
 }
 
-// 2^x for x <= 0, relative error below 2e-7; 0 below 2^-126; NaN stays NaN.
+// The larger one; b if either is NaN.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// 2^x for x <= 0, relative error below 2e-7; NaN stays NaN. Below 2^-126 it is 0 or, on AVX-512, subnormal.
 inline Floats exp2_of_negative(Floats x) {
-  Ints tiny = x < -126.0f;
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+  // 2^(x - floor x), then one instruction multiplies by 2^(floor x) and minds the ends of the range. Of -inf the first
+  // leaves 1, the second 0. The softmax takes as long as its products: each instruction counts.
+  const Floats f = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+  Floats y = f * 0.00187757669f + 0.00898934063f;
+  y = y * f + 0.0558263175f;
+  y = y * f + 0.240153611f;
+  y = y * f + 0.693153083f;
+  y = y * f + 0.99999994f;
+  return (Floats)_mm512_scalef_ps((__m512)y, (__m512)x);
+#else
+  const Ints tiny = x < -126.0f;
   x = tiny ? splat(-126.0f) : x;
-  Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: the integer part is now in the low bits
-  Floats fraction = x - (shifted - 12582912.0f);
-  Words power = (as_words(shifted) << 23) + (127u << 23);
+  const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: the integer part is now in the low bits
+  const Floats fraction = x - (shifted - 12582912.0f);
   Floats y = fraction * 1.54035304e-4f + 1.33335581e-3f;
   y = y * fraction + 9.61812911e-3f;
   y = y * fraction + 5.55041087e-2f;
   y = y * fraction + 2.40226507e-1f;
   y = y * fraction + 6.93147181e-1f;
   y = y * fraction + 1.0f;
-  return tiny ? Floats{} : y * as_floats(power);
+  return tiny ? Floats{} : y * as_floats((as_words(shifted) << 23) + (127u << 23));
+#endif
 }
 
-// Halving: a chain of LANES dependent operations would take longer than the products of a whole chunk.
+// 1 / x to the last bit or the one before it, for x from 2^-100 to 2^100; a division of whole vectors takes far longer.
+inline Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+  const Floats y = (Floats)_mm512_rcp14_ps((__m512)x);
+  return y + y * (1.0f - x * y);
+#else
+  return 1.0f / x;
+#endif
+}
+
+// Of the lanes; halving, because a chain of LANES dependent operations would take longer than a chunk's products.
 inline float sum_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
   float lane[LANES];
   store(lane, x);
   for (int n = LANES / 2; n > 0; n /= 2)
     for (int i = 0; i < n; i++) lane[i] += lane[i + n];
   return lane[0];
+#endif
 }
 inline float max_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
   float lane[LANES];
   store(lane, x);
   for (int n = LANES / 2; n > 0; n /= 2)
     for (int i = 0; i < n; i++) lane[i] = lane[i] < lane[i + n] ? lane[i + n] : lane[i];
   return lane[0];
+#endif
 }
 
 // tanh by 1 - 2 / (e^2|x| + 1): never overflows.

@@ -3,6 +3,9 @@
 Slow on purpose. It gathers a request's tokens by its block table, computes scores in float32 (or float64), masks by
 absolute position, and never touches a slot that the request does not own. Every other backend is tested against it.
 
+Its metadata is tensors alone, so on a CPU it can be part of a recorded call (compile/graphs.py); of a GPU's graph it
+cannot, as it reads lengths on the host.
+
 Cache layout: [2 (K, V), num_blocks, block_size, kv_heads, head_size].
 """
 
@@ -19,20 +22,15 @@ if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
 
 
-class _Request(NamedTuple):
-    rows: slice  # its query rows
-    blocks: Tensor  # [blocks in use] int64
-    seq_len: int
-
-
 class _Meta(NamedTuple):
     slots: Tensor  # [padded T] int64
-    requests: list[_Request]
+    query_start: Tensor  # [R + 1]: a request's query rows
+    seq_lens: Tensor  # [R]
+    tables: Tensor  # [R, blocks] int64
     num_tokens: int
 
 
 class ReferenceAttention:
-    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = NHD
     int8_kv: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
@@ -48,7 +46,8 @@ class ReferenceAttention:
         check_layers(layers, spec)
         self.spec = spec
         self.block_size = spec.block_size
-        self.device = device
+        self.device = torch.device(device)
+        self.graphs: Literal["none", "decode"] = "decode" if self.device.type == "cpu" else "none"
         self.compute_dtype = compute_dtype
 
     @classmethod
@@ -59,14 +58,8 @@ class ReferenceAttention:
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_size)
 
     def prepare(self, batch: InputBatch) -> _Meta:
-        requests = []
-        for r in range(batch.num_requests):
-            seq_len = int(batch.seq_lens[r])
-            blocks = batch.block_tables[r, : -(-seq_len // self.block_size)]
-            rows = slice(int(batch.query_start[r]), int(batch.query_start[r + 1]))
-            requests.append(_Request(rows, torch.tensor(blocks, dtype=torch.int64, device=self.device), seq_len))
-        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
-        return _Meta(slots, requests, batch.num_tokens)
+        arrays = batch.slot_mapping, batch.query_start, batch.seq_lens, batch.block_tables
+        return _Meta(*(torch.tensor(x, dtype=torch.int64, device=self.device) for x in arrays), batch.num_tokens)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
@@ -74,7 +67,9 @@ class ReferenceAttention:
         keys, values = kv.flatten(1, 2)  # each [slots, kv_heads, head_size]
         keys[meta.slots] = k
         values[meta.slots] = v
-        for rows, blocks, seq_len in meta.requests:
+        bounds = meta.query_start.tolist()
+        for r, seq_len in enumerate(meta.seq_lens.tolist()):
+            rows, blocks = slice(bounds[r], bounds[r + 1]), meta.tables[r, : -(-seq_len // self.block_size)]
             request_keys, request_values = kv[:, blocks].flatten(1, 2)[:, :seq_len].to(self.compute_dtype)
             out[rows] = attend_dense(q[rows].to(self.compute_dtype), request_keys, request_values, layer).to(out.dtype)
         out[meta.num_tokens :] = 0  # padding rows: nobody reads them, but they pass through the layers that follow

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,16 @@ _current: ContextVar[ForwardContext] = ContextVar("minivllm_forward_context")
 def forward_context(context: ForwardContext) -> Iterator[None]:
     assert _current.get(None) is None, "a forward must not run inside another one"
     token = _current.set(context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def attending_by(backend: Any) -> Iterator[None]:
+    """Inside of a forward: something else stands where its attention backend would."""
+    token = _current.set(replace(current(), backend=backend))
     try:
         yield
     finally:

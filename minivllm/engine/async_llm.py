@@ -23,6 +23,7 @@ import msgspec
 from minivllm.engine.core import EngineStats
 from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
 from minivllm.engine.link import ProcessLink
+from minivllm.engine.live import Look
 from minivllm.engine.messages import Abort, Add, Call, Message, Refused, Report, Returned, Stalled
 from minivllm.engine.output import RequestOutput
 from minivllm.errors import BadRequest, EngineDead
@@ -132,6 +133,15 @@ class AsyncLLM(EngineHandle):
         """What the engine core did last (trace_recent.py: snapshot); nothing unless debug.recent_steps is set."""
         return await self._call("recent_steps", num_steps)
 
+    async def look(self, after: int) -> Look:
+        """How the engine core runs now, with the steps from number `after` on."""
+        return msgspec.convert(await self._call("look", after), Look)
+
+    @property
+    def num_requests(self) -> int:
+        """Those whose outputs are expected."""
+        return len(self._front.processor)
+
     @property
     def is_running(self) -> bool:
         return self._dead is None and self._link.is_running
@@ -222,6 +232,7 @@ class AsyncLLM(EngineHandle):
             self._post(self._settle, message.id, message.value, error)
         else:
             self._dead = message.error.exception()
+            self.stats.on_end()  # else whoever admits requests by these would wait for a report that never comes
             self._post(self._fail_all, self._dead)
             if isinstance(self._link, ProcessLink) and self.config.engine.restart and not self._closing.is_set():
                 threading.Thread(target=self._restart, name="minivllm-restart", daemon=True).start()

@@ -16,6 +16,7 @@ import msgspec
 from minivllm import features, waiting
 from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineCore, Observer
+from minivllm.engine.live import LiveView
 from minivllm.engine.vocabulary import load_vocabulary
 from minivllm.errors import ConfigError
 from minivllm.executor.background import BackgroundExecutor
@@ -28,8 +29,9 @@ from minivllm.lora.table import Adapter, AdapterTable, NoAdapters
 from minivllm.pooling.task import refuse_pooling
 from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits
-from minivllm.scheduler.beam import BeamScheduler
+from minivllm.scheduler.beam import BeamScheduler, ForkingScheduler
 from minivllm.scheduler.inject import Injector
+from minivllm.scheduler.suspects import Suspects
 from minivllm.structured.compiler import GrammarCompiler, is_installed, shared_compiler
 from minivllm.trace import TraceRecorder
 from minivllm.trace_recent import RecentSteps
@@ -51,6 +53,7 @@ class Engine:
     info: dict[str, Any]
     adapters: AdapterTable | NoAdapters
     recent: RecentSteps
+    live: LiveView
 
     @property
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -70,6 +73,7 @@ class Engine:
             "unload_lora": then_list(self.adapters.unload),
             "ensure_lora": then_list(lambda asked: self.adapters.ensure(msgspec.convert(asked, LoRARequest))),
             "recent_steps": self.recent.snapshot,
+            "look": self.live.look,
         }
 
     @property
@@ -93,6 +97,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         kv_capacity=kv.capacity,
     )
     scheduler = build_scheduler(config, kv, limits, facts.lookahead)
+    base = scheduler.base
     if config.debug.trace is not None:
         observers = [*observers, TraceRecorder(config.debug.trace)]
     recent = RecentSteps(config.debug.recent_steps)
@@ -117,6 +122,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         info=facts.info,
         adapters=adapters,
         recent=recent,
+        live=LiveView(core, base),
     )
 
 
@@ -195,9 +201,10 @@ def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits, lookahe
     kind = features.SCHEDULERS.get(config.scheduler.kind)
     admission = build_admission(config, limits)
     base = kind(kv, limits, policy, config.scheduler.chunked_prefill, admission, lookahead)
+    inner: ForkingScheduler = base
     if config.debug.preempt_every or config.debug.evict_all:
-        return BeamScheduler(Injector(base, kv, config.debug.preempt_every, config.debug.evict_all), base)
-    return BeamScheduler(base, base)
+        inner = Injector(base, kv, config.debug.preempt_every, config.debug.evict_all)
+    return BeamScheduler(Suspects(inner, base), base)
 
 
 def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Worker:
@@ -208,6 +215,7 @@ def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Work
     parts = Parts(
         attention=features.ATTENTION,
         forwards=features.FORWARDS,
+        graphs=features.GRAPHS,
         inputs=features.INPUT_BUILDERS,
         make_grammars=partial(build_grammars, config),
         make_proposer=features.PROPOSERS.get(config.spec_decode.method),

@@ -6,17 +6,25 @@ The thread builds the worker too: how many threads a forward takes is a setting 
 
 Unlike a stream's, its work stops behind a step that failed: what was queued meanwhile is not run.
 
+A step that a device has been given may not have landed when the next plan comes (runner/late.py). The thread then
+starts the next one first: it waits for a device only while it has nothing to give it.
+
 Forwards leave Python's lock while they compute, and on a GPU while they wait for it; the step loop has it meanwhile.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from minivllm.executor.base import Executor
 from minivllm.plan import StepOutput, StepPlan
+
+POLL_SECONDS = 20e-6
 
 
 class StepLost(Exception):
@@ -26,11 +34,12 @@ class StepLost(Exception):
 class FailStop:
     """Runs plans in their order, and none that was planned while one that fails was in flight."""
 
-    def __init__(self, execute: Callable[[StepPlan], StepOutput]):
+    def __init__(self, execute: Callable[[StepPlan], Any]):
+        """execute: what it gives is given on."""
         self._execute = execute
         self._failed = -1  # the last step that failed or was not run
 
-    def __call__(self, plan: StepPlan) -> StepOutput:
+    def __call__(self, plan: StepPlan) -> Any:
         failed, self._failed = self._failed, plan.step
         if plan.step - plan.num_in_flight <= failed:
             raise StepLost(f"step {failed} has failed")
@@ -45,14 +54,46 @@ class BackgroundExecutor:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minivllm-worker")
         inner = self._thread.submit(make).result()
         self.inner: Executor | None = inner
-        self._run = FailStop(lambda plan: inner.submit(plan).result())
+        self._start = FailStop(lambda plan: _started(inner.submit(plan)))
+        self._flying: deque[tuple[Future[StepOutput], Future[StepOutput]]] = deque()  # (of the step, of who waits)
+        self._num_queued = 0  # plans that have not been started
+        self._lock = threading.Lock()
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Behind all steps that were submitted before."""
         return self._thread.submit(self.inner.call, method, *args).result()
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
-        return self._thread.submit(self._run, plan)
+        future: Future[StepOutput] = Future()
+        self._count(1)
+        self._thread.submit(self._run, plan, future)
+        return future
+
+    def _run(self, plan: StepPlan, future: Future[StepOutput]) -> None:
+        self._count(-1)
+        try:
+            self._flying.append((self._start(plan), future))
+        except Exception as error:
+            future.set_exception(error)
+        self._land()
+
+    def _land(self) -> None:
+        """In their order, until there is a plan to start: whoever starts it comes back here."""
+        while self._flying:
+            step, future = self._flying[0]
+            while not step.done():
+                if self._num_queued:
+                    return
+                time.sleep(POLL_SECONDS)
+            self._flying.popleft()
+            try:
+                future.set_result(step.result())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._num_queued += change
 
     def shutdown(self) -> None:
         """Returns once all that was submitted has ended."""
@@ -60,3 +101,10 @@ class BackgroundExecutor:
             self._thread.submit(self.inner.shutdown).result()
             self._thread.shutdown()
             self.inner = None
+
+
+def _started(step: Future[StepOutput]) -> Future[StepOutput]:
+    """Raises what starting it has raised."""
+    if step.done():
+        step.result()
+    return step

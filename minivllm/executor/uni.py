@@ -1,4 +1,5 @@
-"""UniExecutor: one worker in this process and this thread; submit() returns a finished future."""
+"""UniExecutor: one worker in this process and this thread; submit() returns a finished future, or one of a step whose
+tokens are on their way from the device."""
 
 from __future__ import annotations
 
@@ -6,7 +7,23 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from minivllm.plan import StepOutput, StepPlan
+from minivllm.plan import Landing, StepOutput, StepPlan
+
+
+class Started(Future[StepOutput]):
+    """Whoever asks for the result waits for the tokens, in the thread that asks."""
+
+    def __init__(self, landing: Landing):
+        super().__init__()
+        self._landing = landing
+
+    def done(self) -> bool:
+        return super().done() or self._landing.is_here()
+
+    def result(self, timeout: float | None = None) -> StepOutput:
+        if not super().done():
+            self.set_result(self._landing.land())
+        return super().result()
 
 
 class UniExecutor:
@@ -19,7 +36,10 @@ class UniExecutor:
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         future: Future[StepOutput] = Future()
         try:
-            future.set_result(self.worker.execute(plan))
+            out = self.worker.execute(plan)
+            if isinstance(out, Landing):
+                return Started(out)
+            future.set_result(out)
         except Exception as error:
             future.set_exception(error)
         return future

@@ -20,6 +20,9 @@ class KVUsage:
     block_size: int = 1  # tokens a block
 
 
+FREE, CACHED, USED, SHARED = range(4)  # a block's state in a pool's map; shared: several live requests name it
+
+
 @dataclass(slots=True)
 class Moves:
     """What must happen to blocks before the next forward; the columns of the same names in StepPlan."""

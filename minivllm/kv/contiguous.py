@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from minivllm.kv.base import KVUsage, Moves
+from minivllm.kv.base import FREE, USED, KVUsage, Moves
 from minivllm.kv.waste import Waste, slots_now_and_in_the_end
 from minivllm.request import Request
 
@@ -161,6 +161,18 @@ class ContiguousKVManager:
 
     def forget_cached(self) -> None:
         pass  # no prefix outlives its request
+
+    def block_map(self) -> bytes:
+        """The state of each block, a byte a block: base.FREE or USED, which includes what is only reserved."""
+        states = bytearray([FREE]) * self.usage.num_total
+        for run in self.runs.values():
+            states[run.start : run.start + (1 << run.order)] = bytes([USED]) * (1 << run.order)
+        return bytes(states)
+
+    def blocks_of(self, req_id: str) -> Sequence[int]:
+        """A request's table, in token order; () if it has none."""
+        run = self.runs.get(req_id)
+        return range(run.start, run.start + run.num_blocks) if run else ()
 
     def waste(
         self,

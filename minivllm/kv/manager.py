@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
-from minivllm.kv.base import KVUsage, Moves, PrefixIndex
+from minivllm.kv.base import CACHED, FREE, SHARED, USED, KVUsage, Moves, PrefixIndex
 from minivllm.kv.pool import BlockPool
 from minivllm.kv.swap import Recompute, SwapPolicy, SwapSpace
 from minivllm.request import Request
@@ -150,6 +151,23 @@ class PagedKVManager:
         for block in self.pool.free_list():
             self.index.drop(block)
         self.usage.num_cached = 0
+
+    def block_map(self) -> bytes:
+        """The state of each block, a byte a block: base.FREE, CACHED, USED or SHARED. Looks at the blocks that hold
+        something, not at the whole pool: what is cached was freed, and so stands at the end of the free list."""
+        states = bytearray([FREE]) * self.pool.num_blocks
+        for table in self.tables.values():
+            for block in table.blocks:
+                states[block] = USED if self.pool.ref_counts[block] == 1 else SHARED
+        cached = filter(self.index.__contains__, self.pool.newest_free())
+        for block in islice(cached, self.usage.num_cached):
+            states[block] = CACHED
+        return bytes(states)
+
+    def blocks_of(self, req_id: str) -> Sequence[int]:
+        """A request's table, in token order; () if it has none."""
+        table = self.tables.get(req_id)
+        return table.blocks if table else ()
 
     # --- inside
 

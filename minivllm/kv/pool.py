@@ -69,6 +69,13 @@ class BlockPool:
             yield block
             block = self._next[block]
 
+    def newest_free(self) -> Iterator[int]:
+        """The free list from its end."""
+        block = self._prev[self._end]
+        while block != self._end:
+            yield block
+            block = self._prev[block]
+
     def check(self) -> None:
         free = list(self.free_list())
         assert len(free) == len(set(free)) == self.num_free, "the free list and its count disagree"

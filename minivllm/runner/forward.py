@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from minivllm.compile.graphs import Captures, Exact
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.inputs import BatchKey
+from minivllm.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOptions:
     compile: str  # off | background | wait
-    check: bool  # assert what a graph capture would need
     max_tokens: int  # a forward has no more
     num_threads: int
     cache: Path  # where compiled pieces are kept
+    shapes: Exact | Captures = field(default_factory=Exact)  # in which a forward runs
 
 
 class ForwardRunner(Protocol):
@@ -43,23 +45,30 @@ class ForwardRunner(Protocol):
         ...
 
 
+def device_inputs(batch: InputBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """token_ids and positions [padded T] int64."""
+    here = isinstance(batch.token_ids, Tensor)
+    return batch.token_ids if here else upload(batch.token_ids, device), upload(batch.positions, device)
+
+
 class EagerForward:
-    """Calls the model as it is."""
+    """Calls the model as it is; where forwards are captured, between its attentions."""
 
     decision = ("eager", "as it is written")
 
     def __init__(self, model: torch.nn.Module, device: torch.device, options: ForwardOptions):
         assert options.compile == "off", "resolve() refuses it"
-        self.model = model
         self.device = device
+        self._shapes = options.shapes
+        self._forward = options.shapes.wrap_forward(model)
 
     def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
-        return BatchKey(num_tokens)  # any shape will do: no padding
+        return BatchKey(self._shapes.fit(num_tokens))
 
     def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
-        """Eager code has nothing to warm."""
+        for size in self._shapes.sizes:
+            run_dummy(BatchKey(size))
+        self._shapes.seal()
 
     def __call__(self, batch: InputBatch) -> Tensor:
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
-        positions = torch.from_numpy(batch.positions).to(self.device)
-        return self.model(token_ids, positions)
+        return self._forward(*self._shapes.inputs(*device_inputs(batch, self.device)))

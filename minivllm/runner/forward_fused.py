@@ -28,7 +28,7 @@ from minivllm.lora.layer import LoRAMethod
 from minivllm.models.llama import LlamaModel
 from minivllm.quantization.packed import QuantisedAtLoad
 from minivllm.runner.batch import InputBatch
-from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.forward import ForwardOptions, device_inputs
 from minivllm.runner.inputs import BatchKey
 
 
@@ -62,9 +62,7 @@ class FusedForward:
         """Nothing is built at the first call."""
 
     def __call__(self, batch: InputBatch) -> Tensor:
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
-        positions = torch.from_numpy(batch.positions).to(self.device)
-        return self._run(token_ids, positions)
+        return self._run(*device_inputs(batch, self.device))
 
 
 class FusedModel:

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.compile.program import Bound, Piece, Program
-from minivllm.compile.rehearsal import Exact, Rehearsal
 from minivllm.compile.store import Store, program_key
 from minivllm.compile.trace import skeleton, tensors_of
 from minivllm.loading.cache import Cache
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.compile_job import Build, Job
-from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.forward import ForwardOptions, device_inputs
 from minivllm.runner.inputs import BatchKey
 
 logger = logging.getLogger("minivllm")
@@ -55,8 +54,8 @@ class PiecewiseForward:
     def __init__(self, model: nn.Module, device: torch.device, options: ForwardOptions):
         self.model = model
         self.device = device
-        self._shapes = Rehearsal(options.max_tokens) if options.check else Exact()
-        self._forward: Callable[[Tensor, Tensor], Tensor] = model
+        self._shapes = options.shapes
+        self._forward: Callable[[Tensor, Tensor], Tensor] = options.shapes.wrap_forward(model)
         self._store = Store(Cache(options.cache))
         self._ready: Compiled | None = None  # set by the thread that waits for a builder, taken between two steps
         self._run_dummy: Callable[[BatchKey], None] | None = None
@@ -69,20 +68,18 @@ class PiecewiseForward:
             self._use(*compiled)
             self._warm()
             logger.info("compile: from this step on the model runs as compiled pieces")
-        return BatchKey(self._shapes.size(num_tokens))
+        return BatchKey(self._shapes.fit(num_tokens))
 
     def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
         self._run_dummy = run_dummy
         self._warm()
 
     def __call__(self, batch: InputBatch) -> Tensor:
-        token_ids = torch.from_numpy(batch.token_ids).to(self.device)
-        positions = torch.from_numpy(batch.positions).to(self.device)
-        return self._forward(*self._shapes.inputs(token_ids, positions))
+        return self._forward(*self._shapes.inputs(*device_inputs(batch, self.device)))
 
     def _warm(self) -> None:
         self._shapes.open()
-        for size in self._shapes.warmup_sizes:
+        for size in self._shapes.sizes or (1,):  # one token: what the first call of a library loads lazily
             self._run_dummy(BatchKey(size))
         self._shapes.seal()
 

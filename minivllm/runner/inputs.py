@@ -32,6 +32,7 @@ class BatchKey(NamedTuple):
     """The padded shape of a forward: what a compiled piece or a captured graph is chosen by."""
 
     num_tokens: int
+    whole: bool = False  # a whole forward that was captured: one token of each request, and as many requests as rows
 
 
 class InputBuilder(Protocol):

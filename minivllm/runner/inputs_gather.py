@@ -141,6 +141,7 @@ class GatherInputs:
             num_tokens=num_tokens,
             max_query=int(num_new.max()),
             max_seq=max_seq,
+            whole=key.whole,
         )
 
     def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:

@@ -80,6 +80,7 @@ class RebuildInputs:
             num_tokens=num_tokens,
             max_query=max(plan.num_tokens.values()),
             max_seq=max(seq_lens),
+            whole=key.whole,
         )
 
     def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:

@@ -63,20 +63,24 @@ def _cgroup_free() -> float:
         return float("inf")  # no control groups of version 2 here
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, prefault: bool = False) -> Tensor:
     """A KV tensor. Zeros, not empty memory: a masked score of garbage may be NaN, and NaN survives a mask.
 
     torch.zeros writes every page at once; on the CPU pages come from calloc instead, so that the pool costs start-up
-    time and memory only as far as it is used.
+    time and memory only as far as it is used. The first use of a page then waits for it, which takes long in a virtual
+    machine whose host has to find it first (0.2 GB/s seen, 2 GB/s the second time); prefault: at once after all.
     """
-    if device.type != "cpu" or 0 in shape:
+    if device.type != "cpu" or 0 in shape or prefault:
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)
 
 
-def size_pool(config: EngineConfig, spec: KVSpec, device: torch.device, max_model_len: int) -> tuple[int, Decision]:
-    """Blocks of the pool. max_model_len: the most that one request can use, in tokens."""
+def size_pool(
+    config: EngineConfig, spec: KVSpec, device: torch.device, max_model_len: int, forwards: int = 0
+) -> tuple[int, Decision]:
+    """Blocks of the pool. max_model_len: the most that one request can use, in tokens. forwards: bytes that they and
+    their captures take."""
     kv = config.kv
     per_block = spec.bytes_per_block
     useful = config.scheduler.max_num_seqs * -(-max_model_len // kv.block_size)
@@ -87,6 +91,8 @@ def size_pool(config: EngineConfig, spec: KVSpec, device: torch.device, max_mode
     else:
         free = free_memory(device)
         size, reason = kv.memory_fraction * free, f"{kv.memory_fraction:.0%} of {format_size(free)} free"
+        if forwards > free - size:
+            size, reason = max(0, free - forwards), f"{format_size(free)} free, forwards take {format_size(forwards)}"
         if device.type == "cpu" and size > CPU_POOL_CAP:
             size, reason = CPU_POOL_CAP, "the most taken on a CPU unless kv.memory is set"
         num_blocks = int(size) // per_block

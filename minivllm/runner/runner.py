@@ -9,6 +9,7 @@ belongs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,18 +18,18 @@ from torch import Tensor, nn
 from minivllm.attention.base import AttentionBackend
 from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.lora.slots import AdapterSlots, NoAdapters
-from minivllm.plan import StepOutput, StepPlan
+from minivllm.plan import NO_DISTRIBUTION, Landing, StepOutput, StepPlan
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.forward import ForwardRunner
 from minivllm.runner.inputs import InputBuilder, Rows
+from minivllm.runner.late import LateTokens
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.sampling.base import Sampled
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.verify import Verifier
 from minivllm.spec_decode.base import Proposer
-
-NO_DISTRIBUTION = "the logits are NaN or all masked: no token can be chosen (check the weights and the dtype)"
+from minivllm.upload import upload
 
 
 @dataclass(slots=True)
@@ -40,14 +41,14 @@ class ModelRunner:
     inputs: InputBuilder
     rows: Rows
     sampler: Sampler
-    verifier: Verifier
+    verifier: Verifier | LateTokens
     proposer: Proposer
     prompt_logprobs: PromptLogprobs
     block_moves: BlockMoves
     adapters: AdapterSlots | NoAdapters
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepOutput:
+    def execute(self, plan: StepPlan) -> StepOutput | Landing:
         self._leave_and_join(plan)  # 1
         self.block_moves(plan)  # 2
         if not plan.num_tokens:
@@ -56,9 +57,9 @@ class ModelRunner:
         hidden = self.run_model(batch)  # 4
         out = StepOutput(prompt_logprobs=self.prompt_logprobs(plan, batch, hidden))  # 5
         sampled = self._sample(batch, hidden)  # 6
-        self._report(batch, sampled, out)  # 7
-        out.drafts = self.proposer.propose(plan, batch, out.tokens, hidden)  # 8
-        return out
+        self.inputs.append(batch, batch.sample_requests[sampled.kept], sampled.tokens)  # 7
+        finish = partial(self._report, plan, batch, hidden, sampled, out)  # 8
+        return finish() if sampled.parcel is None else Landing(sampled.parcel.is_here, finish)
 
     def _leave_and_join(self, plan: StepPlan) -> None:
         for req_id in plan.leaves:
@@ -91,15 +92,16 @@ class ModelRunner:
         samples = batch.sample_tokens
         if not len(samples):
             return Sampled(np.empty(0, np.int64), [], kept=np.empty(0, np.int64))
-        logits = self.model.logits(hidden[torch.from_numpy(samples).to(hidden.device)])
+        logits = self.model.logits(hidden[upload(samples, hidden.device)])
         positions = batch.positions[samples] + 1  # of the token being drawn
         return self.verifier(logits, batch.rows[batch.sample_requests], positions, batch.draft_tokens)
 
-    def _report(self, batch: InputBatch, sampled: Sampled, out: StepOutput) -> None:
-        """Tell the inputs, and write down, what was sampled."""
-        requests = batch.sample_requests[sampled.kept]
-        self.inputs.append(batch, requests, sampled.tokens)
-        requests = requests.tolist()
+    def _report(
+        self, plan: StepPlan, batch: InputBatch, hidden: Tensor, sampled: Sampled, out: StepOutput
+    ) -> StepOutput:
+        """Write down what was sampled, and what may follow. Perhaps behind the start of the next step."""
+        sampled.receive()
+        requests = batch.sample_requests[sampled.kept].tolist()
         for i, token, logprobs in zip(requests, sampled.tokens.tolist(), sampled.logprobs, strict=True):
             req_id = batch.req_ids[i]
             out.tokens.setdefault(req_id, []).append(token)
@@ -107,3 +109,5 @@ class ModelRunner:
                 out.logprobs.setdefault(req_id, []).append(logprobs)
         for i in sampled.invalid.tolist():
             out.errors[batch.req_ids[requests[i]]] = NO_DISTRIBUTION
+        out.drafts = self.proposer.propose(plan, batch, out.tokens, hidden)
+        return out

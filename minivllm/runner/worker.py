@@ -24,16 +24,19 @@ from minivllm.loading import LoadedModel, load_model
 from minivllm.loading.cache import default_cache_dir
 from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.machine import cpu_quota, num_cores
-from minivllm.plan import StepOutput, StepPlan
+from minivllm.plan import Landing, StepOutput, StepPlan
 from minivllm.quantization.crossover import TOKENS, run_layer, settle
 from minivllm.registry import Registry
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.dummies import DummyBatches
-from minivllm.runner.forward import ForwardOptions, ForwardRunner
+from minivllm.runner.forward import ForwardOptions
+from minivllm.runner.forward_graphs import Graphed, Setting
 from minivllm.runner.inputs import BatchKey, InputBuilder, InputSizes, Rows
+from minivllm.runner.late import stay_on_device
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
+from minivllm.runner.rehearsal import peak_of, rehearse
 from minivllm.runner.runner import ModelRunner
 from minivllm.sampling.grammar_mask import make_grammar_mask
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
@@ -77,6 +80,7 @@ class Parts:
 
     attention: Registry
     forwards: Registry
+    graphs: Registry
     inputs: Registry
     make_grammars: Callable[[Path, int], GrammarCompiler]  # from the tokenizer's folder and the vocabulary's size
     make_proposer: MakeProposer
@@ -97,7 +101,8 @@ class Worker:
         name, backend_class = self._choose_attention(loaded.model.attention_layers)
         recipe = parts.make_proposer(config, loaded, self.dtype, self.device)
         kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
-        sizes = self._size(kv_spec, loaded.spec.max_position)
+        forwards = peak_of(lambda: self._rehearse(loaded, backend_class, kv_spec), self.device)
+        sizes = self._size(kv_spec, loaded.spec.max_position, forwards)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
         self.throttle = Throttle(config.scheduler.max_num_seqs)
         self.runner = self._build_runner(loaded, backend, sizes, recipe)
@@ -136,10 +141,17 @@ class Worker:
     def _kv_dtype(self) -> torch.dtype:
         return self.dtype if self.config.kv.dtype == "auto" else getattr(torch, self.config.kv.dtype)
 
-    def _size(self, spec: KVSpec, model_limit: int) -> Sizes:
-        """The pools and the longest request that they allow."""
+    def _rehearse(self, loaded: LoadedModel, backend_class: type[AttentionBackend], spec: KVSpec) -> None:
+        layers, longest = loaded.model.attention_layers, self.config.model.max_model_len or loaded.spec.max_position
+        attention = backend_class(layers, spec, 1, self.device)
+        sizes = self._input_sizes(Sizes(num_blocks=0, num_host_blocks=0, max_model_len=longest))  # the spare one alone
+        graphed, most = self._forward(loaded.model, attention, sizes), budget_of(self.config, longest)
+        rehearse(loaded.model, graphed, attention.kv_shape(1), spec.dtype, sizes, most)
+
+    def _size(self, spec: KVSpec, model_limit: int, forwards: int) -> Sizes:
+        """The pools and the longest request that they allow. forwards: bytes that they take."""
         kv, longest = self.config.kv, self.config.model.max_model_len or model_limit
-        num_blocks, decision = size_pool(self.config, spec, self.device, longest)
+        num_blocks, decision = size_pool(self.config, spec, self.device, longest, forwards)
         self.decisions.append(decision)
         max_model_len, decision = choose_max_model_len(self.config, model_limit, num_blocks * kv.block_size)
         self.decisions.append(decision)
@@ -153,7 +165,7 @@ class Worker:
         config, model, parts, kv_dtype = self.config, loaded.model, self.parts, self._kv_dtype()
         # One spare block takes the K and V of padding tokens.
         shape = backend.kv_shape(sizes.num_blocks + 1)
-        device_caches = [zeros(shape, kv_dtype, self.device) for _ in model.attention_layers]
+        device_caches = [zeros(shape, kv_dtype, self.device, config.kv.prefault) for _ in model.attention_layers]
         adapters = self._adapters(model)  # first: a forward that is traced must see them
         inputs = self._inputs(sizes)
         sampler = self._sampler(loaded)
@@ -173,17 +185,23 @@ class Worker:
                 make_cache=lambda shape, dtype: zeros(shape, dtype, self.device),
             )
         )
+        graphed = self._forward(model, backend, self._input_sizes(sizes))
+        if config.runner.graphs != "none":
+            self._decide("runner.graphs", *graphed.decision)
+        verifier = Verifier(sampler, parts.make_acceptance(proposer))
+        max_rows = config.scheduler.max_num_seqs
+        verifier, inputs = stay_on_device(verifier, inputs, config.engine.overlap, max_rows, self.device)
         moved = [*device_caches, *proposer.kv_caches]
         host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
         return ModelRunner(
             model=model,
-            forward=self._forward(model, sizes),
-            attention=backend,
+            forward=graphed.forward,
+            attention=graphed.attention,
             kv_caches=device_caches,
             inputs=inputs,
-            rows=Rows(config.scheduler.max_num_seqs),
+            rows=Rows(max_rows),
             sampler=sampler,
-            verifier=Verifier(sampler, parts.make_acceptance(proposer)),
+            verifier=verifier,
             proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
             block_moves=BlockMoves(moved, host_caches, backend.block_axis),
@@ -191,9 +209,11 @@ class Worker:
         )
 
     def _inputs(self, sizes: Sizes) -> InputBuilder:
+        return self.parts.inputs.get(self.config.runner.inputs)(self._input_sizes(sizes))
+
+    def _input_sizes(self, sizes: Sizes) -> InputSizes:
         max_rows, block_size = self.config.scheduler.max_num_seqs, self.config.kv.block_size
-        kind = self.parts.inputs.get(self.config.runner.inputs)
-        return kind(InputSizes(max_rows, sizes.max_model_len, block_size, sizes.num_blocks))
+        return InputSizes(max_rows, sizes.max_model_len, block_size, sizes.num_blocks)
 
     def _sampler(self, loaded: LoadedModel) -> Sampler:
         grammars = self.parts.make_grammars(loaded.tokenizer_dir, loaded.spec.vocab_size)
@@ -208,17 +228,18 @@ class Worker:
         self._decide("lora.enabled", lora.max_loras, slots.reason)
         return slots
 
-    def _forward(self, model: torch.nn.Module, sizes: Sizes) -> ForwardRunner:
-        asked = self.config.runner.forward
-        kind = self.parts.forwards.get("fused" if asked == "auto" else asked)  # fused says why where it stays eager
-        return kind(model, self.device, self._forward_options(sizes))
+    def _forward(self, model: torch.nn.Module, backend: AttentionBackend, sizes: InputSizes) -> Graphed:
+        asked, graphs = self.config.runner.forward, self.config.runner.graphs
+        if asked == "auto":  # fused says why where it stays eager
+            asked = "fused" if graphs == "none" else "eager"
+        make, options = self.parts.forwards.get(asked), self._forward_options(sizes.max_model_len)
+        return self.parts.graphs.get(graphs)(Setting(make, model, self.device, options, backend, sizes))
 
-    def _forward_options(self, sizes: Sizes) -> ForwardOptions:
+    def _forward_options(self, max_model_len: int) -> ForwardOptions:
         config = self.config
         return ForwardOptions(
             compile=config.runner.compile,
-            check=config.debug.check,
-            max_tokens=max(config.scheduler.max_num_batched_tokens, sizes.max_model_len, MEASURED_TOKENS),
+            max_tokens=max(config.scheduler.max_num_batched_tokens, max_model_len, MEASURED_TOKENS),
             num_threads=torch.get_num_threads(),
             cache=default_cache_dir() / "compiled",
         )
@@ -245,7 +266,7 @@ class Worker:
 
     @torch.inference_mode()
     def _run_dummy(self, key: BatchKey) -> None:
-        self.runner.run_model(self._dummies.make(key.num_tokens))
+        self.runner.run_model(self._dummies.make(*key))
 
     def _collect(
         self, loaded: LoadedModel, attention: str, spec: KVSpec, sizes: Sizes, load_seconds: float
@@ -310,7 +331,7 @@ class Worker:
     def facts(self) -> WorkerFacts:
         return self._facts
 
-    def execute(self, plan: StepPlan) -> StepOutput:
+    def execute(self, plan: StepPlan) -> StepOutput | Landing:
         return self.runner.execute(plan)
 
     def load_adapter(self, key: str, path: str) -> int:
@@ -326,11 +347,17 @@ class Worker:
         return value
 
     def _choose_budget(self, config: EngineConfig, max_model_len: int) -> int:
-        budget = config.scheduler.max_num_batched_tokens
-        if config.scheduler.chunked_prefill or budget >= max_model_len:
+        budget = budget_of(config, max_model_len)
+        if budget == config.scheduler.max_num_batched_tokens:
             return budget
         reason = "without chunked prefill one step must be able to take the longest request"
-        return self._decide("scheduler.max_num_batched_tokens", max_model_len, reason)
+        return self._decide("scheduler.max_num_batched_tokens", budget, reason)
+
+
+def budget_of(config: EngineConfig, max_model_len: int) -> int:
+    """The most tokens that a step has."""
+    budget = config.scheduler.max_num_batched_tokens
+    return budget if config.scheduler.chunked_prefill else max(budget, max_model_len)
 
 
 class RunsModel(Protocol):

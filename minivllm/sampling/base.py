@@ -39,6 +39,16 @@ class LogitsProcessor(Protocol):
         """logits [S, V] fp32, rows [S]: changed in place where a row needs it, and returned."""
 
 
+class Parcel(Protocol):
+    """Tokens on their way from the device."""
+
+    def is_here(self) -> bool: ...
+
+    def open(self) -> np.ndarray:
+        """[S] int64; ~token where there was no usable distribution. Waits for them. Once."""
+        ...
+
+
 @dataclass(slots=True)
 class Sampled:
     tokens: np.ndarray  # [S] int64
@@ -47,3 +57,10 @@ class Sampled:
     # and the request should end with an error. The other rows are not touched by it.
     invalid: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     kept: np.ndarray | None = None  # after verification: which logits rows these are, ascending; None: all of them
+    parcel: Parcel | None = None  # what `tokens` and `invalid` will be, once receive() is called
+
+    def receive(self) -> None:
+        if self.parcel is not None:
+            sent = self.parcel.open()
+            self.invalid = np.flatnonzero(sent < 0)
+            self.tokens = np.where(sent < 0, ~sent, sent)

@@ -25,6 +25,7 @@ from minivllm.sampling.base import LogitsProcessor, Sampled
 from minivllm.sampling.draw import apply_filters, draw, pad_to_blocks
 from minivllm.sampling.logprobs import position_logprobs
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
+from minivllm.upload import upload
 
 # (probs [C, V] after all filters, seeds [C], positions [C], which logits rows of the call [C]) -> tokens, valid [C]
 Pick = Callable[[Tensor, np.ndarray, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
@@ -120,30 +121,46 @@ class Sampler:
         needed = self.uses[:, rows].any(1)
         return [p for p, used in zip(self.processors, needed, strict=True) if used and p.keeps_argmax == keeps_argmax]
 
+    def is_plain(self, rows: np.ndarray) -> bool:
+        """Whether these requests want a token each and nothing else: `launch` is then all that there is to do."""
+        return not self.uses[:, rows].any() and bool((self.num_logprobs[rows] < 0).all())
+
+    def launch(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """-> tokens [S] int64, and which logits rows had a usable distribution [S] bool; both where the logits are."""
+        random = np.flatnonzero(self.temperature[rows] > 0)
+        if len(random) < len(rows):
+            tokens = argmax(logits)
+            valid = torch.isfinite(logits.gather(1, tokens[:, None])[:, 0])
+        else:
+            tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+            valid = torch.ones(len(rows), dtype=torch.bool, device=logits.device)
+        for start in range(0, len(random), _CHUNK):
+            chunk = random[start : start + _CHUNK]
+            at = upload(chunk, logits.device)
+            part = logits[start : start + _CHUNK] if len(random) == len(rows) else logits[at]
+            probs = self.probabilities(part, rows[chunk])
+            where = self.seed[rows[chunk]], positions[chunk]
+            drawn, fine = draw(probs, *where) if pick is None else pick(probs, *where, chunk)
+            tokens[at], valid[at] = drawn, fine
+        return tokens, valid
+
     def _choose(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """-> tokens [S], and which logits rows had no usable distribution."""
-        random = np.flatnonzero(self.temperature[rows] > 0)
-        tokens = np.zeros(len(rows), np.int64) if len(random) == len(rows) else argmax(logits)
-        valid = np.isfinite(_pick(logits, tokens)) if len(random) < len(rows) else np.ones(len(rows), bool)
-        for start in range(0, len(random), _CHUNK):
-            chunk = random[start : start + _CHUNK]
-            part = logits[start : start + _CHUNK] if len(random) == len(rows) else logits[torch.from_numpy(chunk)]
-            probs = self.probabilities(part, rows[chunk])
-            where = self.seed[rows[chunk]], positions[chunk]
-            drawn, fine = draw(probs, *where) if pick is None else pick(probs, *where, chunk)
-            tokens[chunk], valid[chunk] = drawn.cpu().numpy(), fine.cpu().numpy()
+        tokens, valid = (x.cpu().numpy() for x in self.launch(logits, rows, positions, pick))
         invalid = np.flatnonzero(~valid)
         if len(invalid):
             some = torch.nan_to_num(logits[torch.from_numpy(invalid).to(logits.device)], nan=float("-inf"))
-            tokens[invalid] = argmax(some)
+            tokens[invalid] = argmax(some).cpu().numpy()
         return tokens, invalid
 
     def probabilities(self, logits: Tensor, rows: np.ndarray) -> Tensor:
         """logits [C, V] of rows that are not greedy -> what their draws see: [C, V rounded up to BLOCK], not
         normalised."""
-        inverse = torch.from_numpy(1 / self.temperature[rows]).to(logits.device)[:, None]
+        inverse = upload(1 / self.temperature[rows], logits.device)[:, None]
         scaled = logits * inverse
         for processor in self._users(rows, keeps_argmax=True):
             scaled = processor.apply(scaled, rows)
@@ -158,11 +175,6 @@ class Sampler:
             out[i] = entry[: count + 1]
 
 
-def argmax(logits: Tensor) -> np.ndarray:
+def argmax(logits: Tensor) -> Tensor:
     """[S, V] -> [S] int64, the lowest id among equals. numpy's is far faster than torch's on a CPU."""
-    return logits.numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1).cpu().numpy()
-
-
-def _pick(logits: Tensor, tokens: np.ndarray) -> np.ndarray:
-    """logits [S, V], tokens [S] -> the tokens' logits [S]."""
-    return logits.gather(1, torch.from_numpy(tokens).to(logits.device)[:, None])[:, 0].cpu().numpy()
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)

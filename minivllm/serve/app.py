@@ -30,9 +30,11 @@ from minivllm.serve import (
     debug,
     embeddings,
     errors,
+    live,
     lora,
     messages,
     openapi,
+    page,
     pooling,
     protocol,
     responses,
@@ -41,7 +43,7 @@ from minivllm.serve import (
 from minivllm.serve import messages_protocol as anthropic
 from minivllm.serve import rerank as ranking
 from minivllm.serve import responses_protocol as newer
-from minivllm.serve.access import MAX_BODY_BYTES
+from minivllm.serve.access import CLIENT_TIMEOUT, MAX_BODY_BYTES
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, attach, events
 from minivllm.serve.guard import Guard, Keys
@@ -228,7 +230,27 @@ ENDPOINTS = (
     Endpoint("GET", "/openapi.json", document, "This document"),
 )
 
-DEBUG_ENDPOINTS = (Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),)
+PAGE_ENDPOINTS = (
+    Endpoint(
+        "GET",
+        "/debug/live",
+        live.live,
+        "The engine as it runs: an event about four times a second, while there is news",
+        streams=live.LiveEvent,
+        tasks=("generate",),
+    ),
+)
+DEBUG_ENDPOINTS = (
+    Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),
+    Endpoint(
+        "GET",
+        "/debug/process",
+        debug.process,
+        "What the server's process holds: memory, files, tasks, requests",
+        debug.ProcessState,
+        tasks=("generate",),
+    ),
+)
 
 
 def create_app(
@@ -244,15 +266,19 @@ def create_app(
     debug_endpoints: bool = False,
     rate_limit: RateLimit | None = None,
     isolate_keys: bool = True,
+    client_timeout: float = CLIENT_TIMEOUT,
+    with_page: bool = True,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
     rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached.
-    debug_endpoints: with those below /debug, which show what the engine does for whom.
+    client_timeout: seconds that a client may take to send a request, or leave an answer unread (serve/patience.py).
+    debug_endpoints: with those below /debug, which show what the engine does for whom. with_page: the page at /, and
+    /debug/live, where it reads what the engine does.
     """
-    endpoints = ENDPOINTS + DEBUG_ENDPOINTS if debug_endpoints else ENDPOINTS
+    endpoints = ENDPOINTS + PAGE_ENDPOINTS * with_page + DEBUG_ENDPOINTS * debug_endpoints
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -260,8 +286,9 @@ def create_app(
         yield
         await engine.shutdown()
 
+    routes = [Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in endpoints]
     app = Starlette(
-        routes=[Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in endpoints],
+        routes=routes + page.routes() * with_page,
         exception_handlers=errors.HANDLERS,
         lifespan=lifespan,
     )
@@ -283,6 +310,8 @@ def create_app(
     app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting)
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
+    app.state.client_timeout = client_timeout
     app.state.endpoints = endpoints
+    app.state.viewers = set()  # of /debug/live
     app.state.created = int(time.time())
     return app

@@ -179,7 +179,8 @@ def serve(
             report(engine, names, url, tools)
         else:
             report_pooling(engine, names, url)
-        print(f"\nReady in {time.perf_counter() - begin:.1f} s: {url}/v1   (Ctrl-C stops)", flush=True)
+        page = f"in a browser: {url}   " if app_options["with_page"] else ""
+        print(f"\nReady in {time.perf_counter() - begin:.1f} s: {url}/v1   ({page}Ctrl-C stops)", flush=True)
 
     try:
         return Server(app, announce, **tls).run_on(listener)

@@ -22,6 +22,8 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-format", choices=LOG_FORMATS, default="text", metavar="FORMAT", help=f"{what} (text)")
     what = "a step that takes longer is logged, counted and makes /health say 503; 0: never"
     group.add_argument("--step-timeout", type=float, metavar="SECONDS", help=f"{what} (300)")
+    what = "the page at /: a chat, and the engine as it runs"
+    group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help=f"{what} (on)")
     group.add_argument(
         "--debug-endpoints", action="store_true", help="GET /debug/trace: the last steps, for ui.perfetto.dev (off)"
     )
@@ -41,4 +43,4 @@ def engine_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[st
 
 def app_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords for create_app."""
-    return {"debug_endpoints": args.debug_endpoints}
+    return {"debug_endpoints": args.debug_endpoints, "with_page": args.page}

@@ -38,7 +38,7 @@ def find(path: str, name: str) -> Quote:
     source = file.read_text()
     node: Any = ast.parse(source)
     for part in name.split("."):
-        named = [child for child in node.body if part in _names(child)]
+        named = [child for child in node.body if part in names(child)]
         if len(named) != 1:
             raise QuoteError(f"{path}: {len(named)} symbols are called {name}")
         node = named[0]
@@ -90,7 +90,7 @@ def _canonical(value: Any) -> str:
     return f"[{','.join(map(_canonical, value))}]" if isinstance(value, list) else repr(value)
 
 
-def _names(node: ast.stmt) -> list[str]:
+def names(node: ast.stmt) -> list[str]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []

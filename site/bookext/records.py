@@ -8,28 +8,59 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from bookext.quotes import ROOT
+
+BENCH = ROOT / "bench" / "results"
+_bench = BENCH
 
 
 class RecordError(Exception):
     """A figure that no committed result has."""
 
 
+def read_from(folder: Path) -> None:
+    """Take the results of bench/ from another folder (the site's tests)."""
+    global _bench
+    _bench = folder
+
+
+def files(source: str) -> tuple[Path, Path]:
+    """Where the results of a source would be: one record, or a line for each."""
+    matched = _parts(source)
+    folder = _bench if matched[1] else ROOT / "chapters" / "results"
+    return folder / f"{matched[2]}.json", folder / f"{matched[2]}.jsonl"
+
+
+def exists(source: str) -> bool:
+    return any(path.is_file() for path in files(source))
+
+
 def load(source: str) -> dict[str, Any]:
-    matched = re.fullmatch(r"(bench/)?([\w-]+)(?:\[(-?\d+)\])?", source)
-    if matched is None:
-        raise RecordError(f"{source!r} names no results")
-    folder = ROOT / ("bench" if matched[1] else "chapters") / "results"
-    whole, lines = folder / f"{matched[2]}.json", folder / f"{matched[2]}.jsonl"
+    whole, lines = files(source)
     if whole.is_file():
         return json.loads(whole.read_text())
     if lines.is_file():
-        return json.loads(lines.read_text().splitlines()[int(matched[3] or -1)])
+        return json.loads(lines.read_text().splitlines()[int(_parts(source)[3] or -1)])
     raise RecordError(
         f"{source}: neither {whole.name} nor {lines.name} is committed; `make chapters` makes a chapter's"
     )
+
+
+def _parts(source: str) -> re.Match[str]:
+    matched = re.fullmatch(r"(bench/)?([\w-]+)(?:\[(-?\d+)\])?", source)
+    if matched is None:
+        raise RecordError(f"{source!r} names no results")
+    return matched
+
+
+def as_rows(found: Any) -> list[Any]:
+    """A list, or a mapping as a list of its values, each with its name as `key`."""
+    if not isinstance(found, dict):
+        return found
+    return [{"key": key, **row} if isinstance(row, dict) else {"key": key, "value": row} for key, row in found.items()]
 
 
 def pick(value: Any, path: str) -> Any:

@@ -344,3 +344,16 @@ def test_one_command_measures_and_writes_its_files(tmp_path):
     }
     assert len(record["results"]["workloads"]["one"]["runs"]["minivllm"]["rates"]) == 1
     assert "Left out: vllm-bound, not installed" in (tmp_path / "peers.md").read_text()
+
+
+def test_each_side_of_a_ratio_is_the_best_setting_of_its_family():
+    rates = {
+        "minivllm": [100.0] * 3,
+        "minivllm-prefault": [120.0] * 3,
+        "vllm-bound": [40.0] * 3,
+        "vllm-unbound": [30.0] * 3,
+    }
+    family_of = {name: name.split("-")[0] for name in rates}
+    runs = {name: {"rates": values} for name, values in rates.items()}
+    [row] = compare.all_ratios({"eight": {"runs": runs}}, family_of)
+    assert (row["ours"], row["theirs"], row["ratio"], row["at_least"]) == ("minivllm-prefault", "vllm-bound", 3.0, 2.2)

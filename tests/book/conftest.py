@@ -1,22 +1,50 @@
-"""The site is built once, as `make site` builds it."""
+"""The site is built once, as `make site` builds it, and looked at in one Chromium."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+HERE = Path(__file__).parent
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
+NO_NAMES = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 sys.path.insert(0, str(ROOT / "site"))
+
+
+def build(source: Path, out: Path, *options: str) -> Path:
+    pytest.importorskip("sphinx", reason='pip install -e ".[site]"')
+    pytest.importorskip("furo", reason='pip install -e ".[site]"')
+    command = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-c", "site", *options]
+    done = subprocess.run([*command, str(source), str(out)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Path:
-    pytest.importorskip("sphinx", reason='pip install -e ".[site]"')
-    out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-c", "site", "chapters", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out
+    return build(ROOT / "chapters", tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="session")
+def gallery(tmp_path_factory) -> Path:
+    """One page with every widget, and results that are made up: tests/book/gallery, tests/book/fixtures."""
+    return build(HERE / "gallery", tmp_path_factory.mktemp("gallery"), "-D", f"book_bench={HERE / 'fixtures'}")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason='pip install -e ".[dev]"')
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here (Debian: apt install chromium)")
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=CHROMIUM, args=[*FLAGS, NO_NAMES])
+        yield running
+        running.close()

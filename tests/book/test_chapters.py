@@ -80,8 +80,8 @@ def test_the_chapter_has_a_switch_in_the_feature_table(folder):
 def verdicts(folder: Path, source: str, monkeypatch) -> dict[str, bool]:
     """{test: whether it passes} for an exercise.py of this text."""
     exercise = types.ModuleType("exercise")
+    monkeypatch.setitem(sys.modules, "exercise", exercise)  # before it runs: a dataclass looks its module up
     exec(compile(source, "exercise.py", "exec"), exercise.__dict__)
-    monkeypatch.setitem(sys.modules, "exercise", exercise)
     tests: dict = {}
     exec(compile((folder / "test_exercise.py").read_text(), "test_exercise.py", "exec"), tests)
     found = {}

@@ -24,9 +24,7 @@ def compiled(tiny):
     if (obstacle := unavailable(CPU)) is not None:
         pytest.skip(obstacle)
     cache = default_cache_dir() / "compiled"
-    forward = PiecewiseForward(
-        tiny, CPU, ForwardOptions("wait", check=False, max_tokens=64, num_threads=1, cache=cache)
-    )
+    forward = PiecewiseForward(tiny, CPU, ForwardOptions("wait", max_tokens=64, num_threads=1, cache=cache))
     assert forward.decision[0] == "piecewise", forward.decision
     return cache
 

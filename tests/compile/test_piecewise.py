@@ -13,7 +13,7 @@ import torch
 from naive_attention import hidden_of
 
 from minivllm import LLM, SamplingParams
-from minivllm.compile.rehearsal import Rehearsal
+from minivllm.compile.program import Bound
 from minivllm.compile.store import LIBRARY, Store, program_key
 from minivllm.compile.trace import skeleton
 from minivllm.loading import load_model
@@ -52,9 +52,9 @@ def test_every_number_of_tokens_computes_what_the_eager_model_does(tiny, bound):
 
 
 @pytest.mark.parametrize("mode", ["off", "wait", "background"])
-@pytest.mark.parametrize("check", [False, True])
-def test_greedy_tokens_are_those_of_the_eager_model(mode, check, compiled, wanted):
-    with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode, "debug.check": check}) as llm:
+@pytest.mark.parametrize("graphs", ["none", "piecewise"])
+def test_greedy_tokens_are_those_of_the_eager_model(mode, graphs, compiled, wanted):
+    with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode, "runner.graphs": graphs}) as llm:
         assert how(llm)[0] == "piecewise"
         assert generate(llm) == wanted
 
@@ -65,7 +65,9 @@ def test_pieces_around_packed_weights_give_the_eager_models_tokens(mode, quantiz
     packed = {"model.quantization": quantization, "model.dense_copy": dense_copy}
     with tiny_llm(**packed, **{"runner.forward": "eager"}) as llm:
         wanted = generate(llm)
-    with tiny_llm(**packed, **{"runner.forward": "piecewise", "runner.compile": mode, "debug.check": True}) as llm:
+    with tiny_llm(
+        **packed, **{"runner.forward": "piecewise", "runner.compile": mode, "runner.graphs": "piecewise"}
+    ) as llm:
         assert how(llm)[0] == "piecewise"
         assert generate(llm) == wanted
 
@@ -132,19 +134,19 @@ def test_a_damaged_library_is_not_loaded_but_built_again(own_cache, compiled):
     assert [p.name for p in own_cache.iterdir() if p.name.endswith(".tmp")] == []
 
 
-def test_the_pieces_are_swapped_in_between_two_steps(own_cache, wanted, caplog, monkeypatch):
+@pytest.mark.parametrize("graphs", ["none", "piecewise"])
+def test_the_pieces_are_swapped_in_between_two_steps(graphs, own_cache, wanted, caplog, monkeypatch):
     """The builder finds the pieces and has the program to make: it traces, which takes some seconds."""
     monkeypatch.setattr(forward_piecewise, "BACKGROUND_NICE", 0)  # other tests may leave it no time at all
     shutil.rmtree(next(own_cache.glob("program-*")))
     caplog.set_level(logging.INFO, "minivllm")
-    with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": "background", "debug.check": True}) as llm:
+    with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": "background", "runner.graphs": graphs}) as llm:
         assert how(llm) == ("eager", "compiled pieces are being built in the background and will be swapped in")
         forward = llm._core.executor.worker.runner.forward
-        assert forward._forward is forward.model
         end = time.monotonic() + 200
-        while forward._forward is forward.model and time.monotonic() < end:
+        while not isinstance(forward._forward, Bound) and time.monotonic() < end:
             assert generate(llm) == wanted
-        assert forward._forward is not forward.model, caplog.text
+        assert isinstance(forward._forward, Bound), caplog.text
         assert generate(llm) == wanted
     assert "found in the cache" in caplog.text and "from this step on the model runs as compiled pieces" in caplog.text
 
@@ -175,7 +177,7 @@ def test_a_builder_that_fails_leaves_the_model_eager(mode, wanted, tmp_path, mon
 def test_a_model_that_cannot_be_sent_to_a_builder_stays_eager(mode, tiny, tmp_path):
     tiny.norm.not_data = lambda: None
     try:
-        options = ForwardOptions(mode, check=False, max_tokens=64, num_threads=1, cache=tmp_path)
+        options = ForwardOptions(mode, max_tokens=64, num_threads=1, cache=tmp_path)
         decision = forward_piecewise.PiecewiseForward(tiny, torch.device("cpu"), options).decision
     finally:
         del tiny.norm.not_data
@@ -191,40 +193,6 @@ def test_the_builder_ends_with_its_engine(tmp_path, tiny):
     process = build._process
     del build
     assert process.wait(60) < 0
-
-
-# ---------------------------------------------------------------- what a graph capture would need
-
-
-def rehearsed():
-    shapes = Rehearsal(max_tokens=5)
-    piece = shapes.wrap(lambda args: (args[0] * 2,))
-    for size in shapes.warmup_sizes:
-        shapes.inputs(torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
-        piece([shapes._inputs[size][0]])
-    shapes.seal()
-    return shapes, piece
-
-
-def test_a_step_is_padded_to_a_captured_size_and_replays_at_its_addresses():
-    shapes, piece = rehearsed()
-    assert shapes.warmup_sizes == (8, 4, 2, 1) and [shapes.size(n) for n in (1, 2, 3, 5, 8)] == [1, 2, 4, 8, 8]
-    first = piece([shapes.inputs(torch.tensor([1, 2]), torch.tensor([0, 1]))[0]])
-    second = piece([shapes.inputs(torch.tensor([5, 6]), torch.tensor([0, 1]))[0]])
-    assert first[0] is second[0] and second[0].tolist() == [10, 12]
-
-
-def test_an_argument_at_another_address_is_found():
-    shapes, piece = rehearsed()
-    token_ids, _ = shapes.inputs(torch.tensor([1, 2]), torch.tensor([0, 1]))
-    with pytest.raises(AssertionError, match="has moved"):
-        piece([token_ids.clone()])
-
-
-def test_a_size_that_was_not_warmed_up_is_found():
-    shapes, piece = rehearsed()
-    with pytest.raises(AssertionError, match="not warmed up"):
-        shapes.inputs(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
 
 
 # ---------------------------------------------------------------- the real model

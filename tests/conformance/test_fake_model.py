@@ -20,6 +20,7 @@ DATA_PLANE = [
     "dense_copy",
     "forward",
     "compile",
+    "graphs",
     "executor",
     "core",
     "structured",

@@ -1,0 +1,246 @@
+"""Captured calls: recorded once for each size, and done again without the host's work.
+
+A step is padded to a captured size. Its inputs are copied to where that size's captures read them, and each function
+that was wrapped then replays what it did when it was recorded. What the recording is, a `Recorder` knows:
+
+    CudaGraphs       a graph; where attention runs by itself, several with calls between them
+    RecordedCalls    on a CPU: the call itself, done again on the arguments that it was recorded with, its results
+                     copied to where the first ones lie, as a graph would leave them
+
+The manager above is one for both, and asserts what a graph takes for granted: arguments have not moved since, and once
+warm-up is over nothing is recorded any more, since a size that was not warmed up would stall a running engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, count
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from minivllm.compile.breaks import Break, broken_at_attention
+from minivllm.compile.program import Piece
+
+Forward = Callable[[Tensor, Tensor], Tensor]  # token_ids [T], positions [T] -> hidden [T, hidden]
+Interrupt = Callable[[Break], None]
+
+
+def capture_sizes(most: int) -> tuple[int, ...]:
+    """1, 2, 3, 4, 6, 8, 12, 16 ... and `most`, largest first: padding is at most a third of a step."""
+    halves = chain.from_iterable((2**i, 3 * 2 ** (i - 1)) if i else (1,) for i in count())
+    sizes = []
+    for size in halves:
+        if size >= most:
+            return (most, *reversed(sizes))
+        sizes.append(size)
+    raise AssertionError
+
+
+class Recording(NamedTuple):
+    results: Sequence[Tensor]  # where they lie, after each replay too
+    replay: Callable[[], None]
+
+
+class Recorder(Protocol):
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
+        """The results are those of this call."""
+        ...
+
+    def record_around(self, run: Callable[[Interrupt], Sequence[Tensor]]) -> Recording:
+        """The same, of a function that hands what no capture may hold to `Interrupt`."""
+        ...
+
+
+class CudaGraphs:
+    """All graphs use one pool of memory: they never run beside each other."""
+
+    def __init__(self, device: torch.device):
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # nothing may be captured on the default one
+
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
+        return self.record_around(lambda interrupt: run())
+
+    def record_around(self, run: Callable[[Interrupt], Sequence[Tensor]]) -> Recording:
+        steps: list[Callable[[], None]] = []
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            run(Break.attend)  # what is loaded, compiled or set aside at the first call must not be captured
+            torch.cuda.synchronize()
+            graph = self._begin()
+
+            def interrupt(broken: Break) -> None:
+                nonlocal graph
+                graph.capture_end()
+                steps.extend((graph.replay, broken.attend_now))
+                graph = self._begin()
+
+            results = run(interrupt)
+            graph.capture_end()
+            steps.append(graph.replay)
+        torch.cuda.synchronize()
+
+        def replay() -> None:
+            for step in steps:
+                step()
+
+        replay()  # a capture computes nothing
+        return Recording(results, replay)
+
+    def _begin(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool)
+        return graph
+
+
+class RecordedCalls:
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
+        return self.record_around(lambda interrupt: run())
+
+    def record_around(self, run: Callable[[Interrupt], Sequence[Tensor]]) -> Recording:
+        breaks: list[Break] = []
+
+        def keep(broken: Break) -> None:
+            broken.attend()
+            breaks.append(broken)
+
+        results = run(keep)
+
+        def replay() -> None:
+            left = iter(breaks)
+            for result, new in zip(results, run(lambda broken: next(left).attend_for(broken)), strict=True):
+                result.copy_(new)
+            assert next(left, None) is None, "the call took a shorter way than when it was recorded"
+
+        return Recording(results, replay)
+
+
+def make_recorder(device: torch.device) -> Recorder:
+    return CudaGraphs(device) if device.type == "cuda" else RecordedCalls()
+
+
+class Exact:
+    """No captures: a forward has as many rows as the step has tokens."""
+
+    sizes: tuple[int, ...] = ()
+
+    def fit(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def inputs(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return token_ids, positions
+
+    def wrap(self, piece: Piece) -> Piece:
+        return piece
+
+    def wrap_forward(self, forward: Forward) -> Forward:
+        return forward
+
+    def open(self) -> None:
+        """Nothing is captured."""
+
+    def seal(self) -> None:
+        """Nothing was captured."""
+
+
+class Captures:
+    """The captures of every function that is wrapped, one for each size."""
+
+    def __init__(self, sizes: tuple[int, ...], recorder: Recorder):
+        """sizes: largest first, the order of capture, so that the smaller ones find room in the pool. Steps of more
+        tokens than the largest are not captured."""
+        self.sizes = sizes
+        self._recorder = recorder
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}
+        self._sealed = False
+        self._size: int | None = None  # of this step, if it is captured
+
+    def fit(self, num_tokens: int) -> int:
+        """Token rows of a step."""
+        return min((size for size in self.sizes if size >= num_tokens), default=num_tokens)
+
+    def inputs(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The size's own buffers, filled."""
+        size = len(token_ids)
+        if size > self.sizes[0]:
+            self._size = None
+            return token_ids, positions
+        self._size = size
+        if size not in self._inputs:
+            self._refuse_if_sealed()
+            assert size in self.sizes, f"{size} tokens were not padded to a captured size: {self.sizes}"
+            self._inputs[size] = token_ids.clone(), positions.clone()
+        buffers = self._inputs[size]
+        for buffer, given in zip(buffers, (token_ids, positions), strict=True):
+            buffer.copy_(given)
+        return buffers
+
+    def wrap(self, piece: Piece) -> Piece:
+        """piece: captured whole."""
+        return self._wrap(piece, lambda args: self._recorder.record(lambda: piece(args)))
+
+    def wrap_forward(self, forward: Forward) -> Forward:
+        """forward: captured between its attentions, which run by themselves (a breakable capture)."""
+
+        def record(args: list[Any]) -> Recording:
+            return self._recorder.record_around(lambda interrupt: (broken_at_attention(forward, args, interrupt),))
+
+        call = self._wrap(lambda args: (forward(*args),), record)
+        return lambda token_ids, positions: call([token_ids, positions])[0]
+
+    def open(self) -> None:
+        """Other functions are about to be warmed up."""
+        self._sealed = False
+
+    def seal(self) -> None:
+        """Warm-up is over."""
+        self._sealed = True
+
+    def _wrap(self, call: Piece, record: Callable[[list[Any]], Recording]) -> Piece:
+        recorded: dict[int, tuple[list[Any], Recording]] = {}
+
+        def replay(args: list[Any]) -> Sequence[Tensor]:
+            size = self._size
+            if size is None:
+                return call(args)
+            if size not in recorded:
+                self._refuse_if_sealed()
+                recorded[size] = args, record(args)
+                return recorded[size][1].results
+            wanted, recording = recorded[size]
+            for i, (given, seen) in enumerate(zip(args, wanted, strict=True)):
+                assert _same_memory(given, seen), f"argument {i} has moved since size {size} was captured"
+            recording.replay()
+            return recording.results
+
+        return replay
+
+    def _refuse_if_sealed(self) -> None:
+        assert not self._sealed, f"size {self._size} was not warmed up (sizes: {self.sizes})"
+
+
+def copy_into(held: Any, new: Any) -> None:
+    """Tensors of `new` to where those of `held` lie, in whatever tuples, lists and dictionaries. Anything else is part
+    of what was captured and must be equal."""
+    if isinstance(held, Tensor):
+        assert (held.shape, held.dtype) == (new.shape, new.dtype), f"{held.shape} was captured, not {new.shape}"
+        held.copy_(new)
+    elif isinstance(held, (tuple, list)):
+        for a, b in zip(held, new, strict=True):
+            copy_into(a, b)
+    elif isinstance(held, dict):
+        assert held.keys() == new.keys()
+        for name, value in held.items():
+            copy_into(value, new[name])
+    else:
+        assert held == new, f"{held!r} was captured, not {new!r}"
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    if a is b:  # weights, also packed ones, which have no address
+        return True
+    if not isinstance(a, Tensor):
+        return a == b
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()

@@ -1,0 +1,149 @@
+"""`runner.graphs`: which forwards are captured once for each size, and replayed without the host's work.
+
+    none             each forward is called
+    piecewise        what lies between two attentions: the pieces of runner.forward=piecewise or, of a model as it is
+                     written, what runs until a capture is broken off at attention and taken up behind it
+    full             whole forwards, attention included, of steps in which every request has one token (decodes)
+    full+piecewise   both: the first where a step allows it
+
+A whole forward can be captured where the attention backend says so (`AttentionBackend.graphs`): its metadata then has
+shapes that follow from the number of requests, and `StaticAttention` keeps it where the capture reads it. On a CPU the
+captures are recorded calls (compile/graphs.py): slower than calling, and a test of all that a graph takes for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minivllm.attention.base import AttentionBackend
+from minivllm.compile.graphs import Captures, Recorder, capture_sizes, copy_into, make_recorder
+from minivllm.runner.batch import InputBatch, pad_requests
+from minivllm.runner.forward import ForwardOptions, ForwardRunner, device_inputs
+from minivllm.runner.inputs import BatchKey, InputSizes
+
+MAX_CAPTURED = 512  # tokens of a step; in longer ones the host keeps ahead of the device
+
+MakeForward = Callable[[nn.Module, torch.device, ForwardOptions], ForwardRunner]
+
+
+class Setting(NamedTuple):
+    """What a forward is made of."""
+
+    make: MakeForward  # the entry of the runner.forward axis
+    model: nn.Module
+    device: torch.device
+    options: ForwardOptions
+    attention: AttentionBackend
+    sizes: InputSizes
+
+
+class Graphed(NamedTuple):
+    forward: ForwardRunner
+    attention: Any  # AttentionBackend: what the runner shall prepare and attend with
+    decision: tuple[str, str]
+
+
+def none(at: Setting) -> Graphed:
+    return Graphed(at.make(at.model, at.device, at.options), at.attention, ("none", "called"))
+
+
+def piecewise(at: Setting) -> Graphed:
+    return _named("piecewise", _piecewise(at, make_recorder(at.device)), at.device)
+
+
+def full(at: Setting) -> Graphed:
+    if (obstacle := _obstacle(at.attention)) is not None:
+        return none(at)._replace(decision=("none", obstacle))
+    return _named("full", _full(at, none(at), make_recorder(at.device)), at.device)
+
+
+def full_and_piecewise(at: Setting) -> Graphed:
+    recorder = make_recorder(at.device)  # one pool of memory
+    pieces = _piecewise(at, recorder)
+    if (obstacle := _obstacle(at.attention)) is None:
+        return _named("full+piecewise", _full(at, pieces, recorder), at.device)
+    name, reason = _named("piecewise", pieces, at.device).decision
+    return pieces._replace(decision=(name, f"{reason}; {obstacle}"))
+
+
+def _named(name: str, graphed: Graphed, device: torch.device) -> Graphed:
+    how = "captured" if device.type == "cuda" else "recorded calls, as a CPU has no graphs"
+    return graphed._replace(decision=(name, f"{how}: {graphed.decision[1]}"))
+
+
+def _obstacle(attention: AttentionBackend) -> str | None:
+    """Why no whole forward can be captured with it, or None."""
+    if attention.graphs != "none":
+        return None
+    return f"no whole forward can be captured: {type(attention).__name__} says that it cannot be part of one"
+
+
+def _piecewise(at: Setting, recorder: Recorder) -> Graphed:
+    captures = Captures(capture_sizes(min(at.options.max_tokens, MAX_CAPTURED)), recorder)
+    forward = at.make(at.model, at.device, replace(at.options, shapes=captures))
+    return Graphed(forward, at.attention, ("", f"between attentions in {_shown(captures)} tokens"))
+
+
+def _full(at: Setting, inner: Graphed, recorder: Recorder) -> Graphed:
+    captures = Captures(capture_sizes(at.sizes.max_rows), recorder)
+    forward = FullForward(inner.forward, at.model, at.device, captures)
+    reason = f"whole decodes in {_shown(captures)}, other steps {inner.decision[1]}"
+    return Graphed(forward, StaticAttention(inner.attention, at.sizes), ("", reason))
+
+
+def _shown(captures: Captures) -> str:
+    return f"{len(captures.sizes)} sizes of up to {captures.sizes[0]}"
+
+
+class FullForward:
+    """Replays whole forwards of decodes, and leaves all other steps to another ForwardRunner."""
+
+    def __init__(self, inner: ForwardRunner, model: nn.Module, device: torch.device, captures: Captures):
+        self.inner = inner
+        self.device = device
+        self._captures = captures
+        self._model = captures.wrap(lambda args: (model(*args),))
+
+    @property
+    def decision(self) -> tuple[str, str]:
+        return self.inner.decision
+
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
+        if num_tokens == num_reqs <= self._captures.sizes[0]:
+            return BatchKey(self._captures.fit(num_tokens), whole=True)
+        return self.inner.key_for(num_reqs, num_tokens, max_query)
+
+    def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
+        self.inner.warmup(run_dummy)
+        for size in self._captures.sizes:
+            run_dummy(BatchKey(size, whole=True))
+        self._captures.seal()
+
+    def __call__(self, batch: InputBatch) -> Tensor:
+        if not batch.whole:
+            return self.inner(batch)
+        return self._model(list(self._captures.inputs(*device_inputs(batch, self.device))))[0]
+
+
+class StaticAttention:
+    """An AttentionBackend for another one: the metadata of a captured step lies where its capture reads it."""
+
+    def __init__(self, inner: AttentionBackend, sizes: InputSizes):
+        self.inner = inner
+        self.forward = inner.forward
+        self._sizes = sizes
+        self._held: dict[int, Any] = {}  # by size
+
+    def prepare(self, batch: InputBatch) -> Any:
+        if not batch.whole:
+            return self.inner.prepare(batch)
+        meta = self.inner.prepare(pad_requests(batch, self._sizes))
+        held = self._held.setdefault(batch.padded_tokens, meta)
+        if held is not meta:
+            copy_into(held, meta)
+        return held

@@ -1,0 +1,193 @@
+// The conversation. It lives in this page alone: nothing is stored, each request carries all of it.
+
+import { Answer } from "./answer.js";
+import { ask, events } from "./api.js";
+import { announce, copy, h } from "./dom.js";
+import { NUM_RIVALS } from "./tokens.js";
+import "./settings.js";
+
+const IDEAS = ["What is the capital of Japan?", "Name the three primary colors.", "Why is the sky blue?"];
+const NEAR = 48; // pixels from the end that count as the end
+
+class Chat extends HTMLElement {
+  #turns = []; // {question, answer: Answer}
+  #abort = null; // of the answer that comes now
+  #atEnd = true; // the view follows a growing answer, until the user scrolls up
+
+  connectedCallback() {
+    this.log = h("div", { class: "log", tabindex: 0, role: "region", "aria-label": "Conversation", ondrawn: () => this.#follow(), onscroll: () => this.#scrolled() });
+    this.field = h("textarea", { id: "message", rows: 1, "aria-label": "Message", placeholder: "Write a message", onkeydown: (event) => this.#key(event) });
+    this.send = h("button", { class: "primary", type: "submit" }, "Send");
+    this.tinted = h("input", { type: "checkbox", autocomplete: "off", onchange: () => this.#tint() });
+    this.copyAll = h("button", { type: "button", onclick: () => copy(this.#transcript()) }, "Copy all");
+    this.clear = h("button", { type: "button", onclick: () => this.#clear() }, "Clear");
+    this.settings = h("mv-settings", { id: "settings" }, h("div", { class: "actions" }, this.copyAll, this.clear));
+    const toggle = h("button", { class: "quiet settings-button", type: "button", "aria-expanded": "false", "aria-controls": "settings" }, "Settings");
+    toggle.addEventListener("click", () => this.#toggleSettings());
+    this.toggle = toggle;
+    new MutationObserver(() => toggle.setAttribute("aria-expanded", String("open" in this.settings.dataset))).observe(
+      this.settings,
+      { attributes: true, attributeFilter: ["data-open"] },
+    );
+    const tools = h(
+      "div",
+      { class: "tools" },
+      h("label", {}, this.tinted, "Log-probabilities"),
+      toggle,
+      h("span", { class: "gap" }),
+      this.send,
+    );
+    const form = h("form", { class: "composer", onsubmit: (event) => this.#submit(event) }, h("div", { class: "field" }, this.field, tools));
+    this.append(h("div", { class: "column" }, this.log, form), this.settings);
+    this.addEventListener("keydown", (event) => this.#escape(event));
+    this.#clear();
+  }
+
+  // --- what the user does
+
+  #submit(event) {
+    event.preventDefault();
+    if (this.#abort) {
+      this.#abort.abort();
+      return;
+    }
+    const question = this.field.value.trim();
+    if (!question) return;
+    this.field.value = "";
+    this.#turns.length || this.log.replaceChildren();
+    this.log.append(h("div", { class: "said question" }, h("span", { class: "who" }, "You"), h("div", { class: "text" }, question)));
+    this.#turns.push({ question });
+    if (matchMedia("(pointer: fine)").matches) this.field.focus();
+    this.#answer();
+  }
+
+  #key(event) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      if (!this.#abort) this.field.form.requestSubmit();
+    }
+  }
+
+  #escape(event) {
+    if (event.key !== "Escape") return;
+    if (this.#abort) this.#abort.abort();
+    else if ("open" in this.settings.dataset && this.toggle.offsetParent) {
+      delete this.settings.dataset.open;
+      this.toggle.focus();
+    }
+  }
+
+  #toggleSettings() {
+    if ("open" in this.settings.dataset) delete this.settings.dataset.open;
+    else {
+      this.settings.dataset.open = "";
+      this.settings.form.elements.system.focus();
+    }
+  }
+
+  #tint() {
+    this.log.dataset.tinted = String(this.tinted.checked);
+    for (const { answer } of this.#turns) answer?.draw();
+  }
+
+  #clear() {
+    this.#abort?.abort();
+    this.#turns = [];
+    const ideas = IDEAS.map((idea) => h("li", {}, h("button", { type: "button", onclick: () => this.#try(idea) }, idea)));
+    this.log.replaceChildren(
+      h(
+        "div",
+        { class: "welcome" },
+        h("h2", {}, "Ask the model"),
+        h("p", {}, "The conversation stays in this tab, and this page talks to its own server only. Watch the engine answer under Engine."),
+        h("ul", {}, ideas),
+      ),
+    );
+    this.#update();
+  }
+
+  #try(idea) {
+    this.field.value = idea;
+    this.field.form.requestSubmit();
+  }
+
+  #regenerate() {
+    this.#turns.at(-1).answer.remove();
+    delete this.#turns.at(-1).answer;
+    this.field.focus();
+    this.#answer();
+  }
+
+  // --- an answer
+
+  async #answer() {
+    const turn = this.#turns.at(-1);
+    const model = document.getElementById("model").value;
+    const answer = new Answer(model || "Model", {
+      Regenerate: () => this.#turns.at(-1) === turn && !this.#abort && this.#regenerate(),
+      "Show its blocks": () => dispatchEvent(new CustomEvent("show-request", { detail: answer.requestId })),
+    });
+    const abort = (this.#abort = new AbortController());
+    const body = this.#body(model);
+    turn.answer = answer;
+    this.#atEnd = true;
+    this.log.append(answer);
+    this.#follow();
+    this.#update();
+    announce("Answering");
+    try {
+      for await (const chunk of events(await ask("v1/chat/completions", { body, signal: abort.signal }))) answer.add(chunk);
+      answer.end();
+      announce(`Answer complete: ${answer.summary}`);
+    } catch (error) {
+      if (error.name === "AbortError") {
+        answer.end("stopped");
+        announce("Stopped");
+      } else {
+        answer.fail(error);
+        this.settings.blame(error.param);
+      }
+    }
+    if (this.#abort === abort) this.#abort = null;
+    this.#update();
+  }
+
+  #body(model) {
+    const messages = this.settings.system ? [{ role: "system", content: this.settings.system }] : [];
+    for (const { question, answer } of this.#turns) {
+      if (answer && !answer.text) continue; // it failed: the model is not asked again
+      messages.push({ role: "user", content: question });
+      if (answer?.text) messages.push({ role: "assistant", content: answer.text });
+    }
+    const tokens = this.tinted.checked ? { logprobs: true, top_logprobs: NUM_RIVALS } : {};
+    const stream = { stream: true, stream_options: { include_usage: true } };
+    return { ...(model && { model }), messages, ...this.settings.sampling, ...tokens, ...stream };
+  }
+
+  // --- what it looks like
+
+  #update() {
+    const answering = Boolean(this.#abort);
+    this.send.textContent = answering ? "Stop" : "Send";
+    this.send.classList.toggle("primary", !answering);
+    this.copyAll.disabled = !this.#turns.length || answering;
+    this.clear.disabled = !this.#turns.length;
+    for (const { answer } of this.#turns) answer?.toggleAttribute("data-last", answer === this.#turns.at(-1).answer && !answering);
+  }
+
+  #scrolled() {
+    const { scrollTop, clientHeight, scrollHeight } = this.log;
+    this.#atEnd = scrollHeight - scrollTop - clientHeight < NEAR;
+  }
+
+  #follow() {
+    if (this.#atEnd) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  #transcript() {
+    const said = this.#turns.flatMap(({ question, answer }) => [`You: ${question}`, ...(answer?.text ? [`${answer.name}: ${answer.text}`] : [])]);
+    return said.join("\n\n");
+  }
+}
+
+customElements.define("mv-chat", Chat);

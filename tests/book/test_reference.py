@@ -1,0 +1,77 @@
+"""The reference says of a symbol what its source says."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+from bookext import reference
+
+from minivllm import matrix
+
+SOURCE = '''
+class A:
+    """What it is.
+
+    one: the first.
+    two, three: the others, with `code`.
+
+        x = 1
+    """
+
+    size: int = 3  # how many
+    name: str
+
+    def __init__(self, size: int = 3, *, name: str): ...
+
+    @property
+    def twice(self) -> int: ...
+
+    async def run(self, many: dict[str, list[int]], what: tuple[str, ...] = ("a", "b"), when: float = 0.0) -> list[str]:
+        """Runs."""
+
+    def _hidden(self): ...
+'''
+
+
+@pytest.fixture(scope="module")
+def shown() -> str:
+    (node,) = ast.parse(SOURCE).body
+    return "\n".join(part.astext() for part in reference.described(node, SOURCE.splitlines()))
+
+
+def test_signatures_are_as_they_are_called(shown):
+    assert "A(size: int=3, *, name: str)" in shown and "self" not in shown and "_hidden" not in shown
+    assert "\ntwice: int" in shown
+    assert "async run(\n    many: dict[str, list[int]],\n    what: tuple[str, ...]=('a', 'b')," in shown
+
+
+def test_fields_come_with_their_comments_and_docstrings_in_paragraphs(shown):
+    assert "<code>size</code>" in shown and "how many" in shown and "<code>name</code>" in shown
+    assert "one: the first.\ntwo, three: the others, with code." in shown
+
+
+def test_a_schemas_type_is_said_in_a_word():
+    for schema, word in (
+        ({"$ref": "#/components/schemas/Tool"}, "Tool"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "string | null"),
+        ({"type": "array", "items": {"type": "integer"}}, "[integer]"),
+        ({"enum": ["a", "b"]}, "a | b"),
+        ({}, "any"),
+    ):
+        assert reference.kind_of(schema) == word, json.dumps(schema)
+
+
+def test_a_cell_of_the_matrix_never_looks_better_than_its_worst_pair():
+    works, conflict, fails, untested = matrix.WORKS, matrix.CONFLICT, matrix.FAILS, matrix.UNTESTED
+    assert reference.summary([works, works]) == "works"
+    assert reference.summary([works, conflict]) == "partly" and reference.summary([conflict]) == "never"
+    assert reference.summary([works, untested]) == "untested" and reference.summary([works, untested, fails]) == "fails"
+
+
+def test_every_page_of_the_reference_has_what_it_promises(built):
+    pages = {path.stem: path.read_text() for path in (built / "reference").glob("*.html")}
+    assert "max_num_batched_tokens" in pages["options"] and "pairs that cannot be" in pages["options"]
+    assert "/v1/chat/completions" in pages["server"] and "usage: python -m minivllm" in pages["server"]
+    assert "num_computed_tokens" in pages["parts"] and "repetition_penalty" in pages["python"]

@@ -1,0 +1,262 @@
+"""What a widget shows at step k is what the engine did at step k, and every reader can get there."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from bookext import charts, figures, frames, records, replay, widgets
+
+from chapters import record_traces
+from chapters.record_traces import MAX_BYTES, SCENES
+
+RUNS = list(SCENES)
+
+# ---------------------------------------------------------------------------------------- the replay
+
+
+def tables_of(state):
+    return {req_id: list(blocks) for req_id, blocks in state.tables.items()}
+
+
+def test_the_replayed_pool_is_the_engines_at_every_step(tmp_path, monkeypatch):
+    """Tables, the queue of free blocks and what can be reused, against the real manager after each schedule()."""
+    core, _, _ = built = record_traces.ten_blocks_core()
+    kv, seen = core.scheduler.base.kv, []
+    schedule = core.scheduler.schedule
+
+    def watched(now):
+        plan = schedule(now)
+        tables = {req_id: list(table.blocks) for req_id, table in kv.tables.items()}
+        free = list(kv.pool.free_list())
+        seen.append((tables, free, {block for block in free if block in kv.index}))
+        return plan
+
+    monkeypatch.setattr(core.scheduler, "schedule", watched)
+    monkeypatch.setattr(record_traces, "ten_blocks_core", lambda: built)
+    monkeypatch.setattr(replay, "TRACES", tmp_path)
+    (tmp_path / "again.jsonl").write_bytes(record_traces.ten_blocks())
+    states = [
+        (tables_of(state), list(state.queue), {b for b in state.queue if state.is_reusable(b)})
+        for _, state in replay.pool_states(replay.load("again"))
+    ]
+    assert len(states) == len(seen) > 6
+    for step, (replayed, real) in enumerate(zip(states, seen, strict=True)):
+        assert replayed == real, f"step {step}"
+
+
+def test_ten_blocks_is_the_example_of_vllms_documentation():
+    """Its figures say: blocks 0, 1, 2 are found; the queue was 7-8-9-4-3-2-6-5-1-0; block 3 is evicted."""
+    states = replay.pool_states(replay.load("ten-blocks"))
+    shown = {step: (tables_of(state), list(state.queue)) for step, state in states}
+    assert shown[0][0] == {"first": [0, 1, 2, 3]} and shown[2][0] == {"first": [0, 1, 2, 3, 4]}
+    assert shown[3][0]["second"] == [0, 1, 5, 6]
+    assert shown[5] == ({}, [7, 8, 9, 4, 3, 2, 6, 5, 1, 0])
+    assert shown[6] == ({"third": [0, 1, 2, 7, 8, 9, 4, 3]}, [6, 5])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_committed_runs_are_light_and_whole(name):
+    path = replay.TRACES / f"{name}.jsonl"
+    assert path.stat().st_size <= MAX_BYTES
+    run = replay.load(name)
+    added = {r["request"]["id"] for r in run.records if r["type"] == "add"}
+    ended = {req_id for step in run.steps() for req_id in step.get("finished", ())}
+    assert added == ended and run.header["book"]["command"].endswith(name)
+
+
+def test_the_two_lanes_show_what_the_page_says_of_them():
+    """V1's chats wait much less for a token, and the report is done later."""
+    v0, v1 = (replay.lane(replay.load(f"stall-{preset}")) for preset in ("v0", "v1"))
+    assert v1.longest_gap() < v0.longest_gap() / 3
+    assert [r for r in v0.arrivals] == [r for r in v1.arrivals]
+
+    def first(lane):
+        return min(s.end for s in lane.slices if s.req_id == "report" and s.num_out) - lane.arrivals["report"]
+
+    assert first(v1) > first(v0)
+
+
+def test_an_even_run_has_no_stall_and_a_stopped_one_has():
+    def run(*ends):
+        return replay.Lane({"a": 0.0}, [replay.Slice("a", end - 1, end, 1, False, 1) for end in ends])
+
+    even, stopped = run(1.0, 2.0, 3.2, 4.1), run(1.0, 2.0, 3.0, 14.0, 15.0)
+    assert widgets.shortest_stall([even]) > even.longest_gap()
+    assert widgets.shortest_stall([even, stopped]) < stopped.longest_gap()
+    assert widgets.shortest_stall([run(1.0)]) == 0
+
+
+def test_somebody_is_preempted_in_the_small_pool_and_comes_back():
+    said = [" ".join(state.said) for _, state in replay.pool_states(replay.load("small-pool"))]
+    assert any("is preempted" in text for text in said)
+
+
+def test_probabilities_of_a_choice_are_a_distributions_head():
+    prompt, made = replay.choices(replay.load("sampled-text"))
+    assert prompt.startswith("The lighthouse") and len(made) == 32
+    for choice in made:
+        likely = [p for _, p in choice.candidates]
+        assert likely == sorted(likely, reverse=True) and sum(likely) <= 1.001 and 0 < choice.probability <= 1
+
+
+# ---------------------------------------------------------------------------------------- frames and charts
+
+
+def test_packed_frames_unpack_to_themselves():
+    shown = [{"a": "1", "b@x": "2"}, {"a": "1", "b@x": "3"}, {"a": "0", "b@x": "3"}]
+    packed, before, again = frames.packed(shown), [], []
+    for row in packed["frames"]:
+        before = [old if value == 0 else value for value, old in zip(row, before or row, strict=True)]
+        again.append(dict(zip(packed["slots"], before, strict=True)))
+    assert again == shown
+    with pytest.raises(AssertionError, match="every frame"):
+        frames.packed([{"a": "1"}, {"b": "1"}])
+
+
+def test_a_slot_is_filled_and_escaped():
+    made = frames.slot({"a": "<b>", "a@data-is": "x", "a@--w": "0.5"}, "a", look="wide")
+    assert made == '<span class="wide" data-slot="a" style="--w:0.5;" data-is="x">&lt;b&gt;</span>'
+
+
+def test_logarithmic_ticks_hold_the_data_between_them():
+    for low, high in ((0.3, 700), (1, 2), (5, 5.1), (1e-3, 1e6)):
+        marks = charts.log_ticks(low, high)
+        assert marks[0] <= low * 1.001 and marks[-1] >= high * 0.999 and 2 <= len(marks) <= 12, (low, high, marks)
+    with pytest.raises(ValueError, match="no place for 0"):
+        charts.scale([0, 1], 0, 1, is_log=True)
+
+
+def test_the_steps_of_a_path_multiply_up_to_its_end():
+    bars = [charts.Ratio(str(i), ratio, ratio, ratio, "") for i, ratio in enumerate((1.25, 0.8, 1.5))]
+    stacked = figures.stacked(bars)
+    assert [bar.starts for bar in stacked] == pytest.approx([1, 1.25, 1.0])
+    x = charts.Scale([0.5, 2.0], 0, 100, is_log=True)
+    lengths = [x(bar.starts * bar.ratio) - x(bar.starts) for bar in stacked]
+    assert sum(lengths) == pytest.approx(x(1.5) - x(1))
+
+
+def test_a_list_of_runs_is_a_median_with_its_range():
+    assert figures.spread({"rates": [3.0, 1.0, 2.0]}, "rates") == (2.0, 1.0, 3.0)
+    assert figures.spread({"rates": []}, "rates") is None
+    assert figures.spread({"a": {"median": 2, "min": 1, "max": 5}}, "a.median") == (2.0, 1.0, 5.0)
+
+
+def test_results_that_are_missing_say_so_and_results_that_are_there_are_drawn(gallery):
+    page = (gallery / "index.html").read_text()
+    assert page.count("Not measured yet.") == 1 and "$ python bench/absent.py" in re.sub("<.*?>", "", page)
+    assert "together" in page and "1.25 ×" in page
+    assert not records.exists("bench/absent")
+
+
+# ---------------------------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def page(browser, gallery):
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    opened.goto((gallery / "index.html").as_uri())
+    yield opened
+    opened.close()
+
+
+# The text of every slot of the first widget of a kind, after step k.
+SHOW = """([tag, k]) => {
+  const widget = document.querySelector(tag);
+  widget.show(k);
+  return Object.fromEntries([...widget.querySelectorAll("[data-slot]")].map((e) => [e.dataset.slot, e.textContent]));
+}"""
+
+
+@pytest.mark.parametrize(("tag", "name"), [("mv-blocks", "small-pool"), ("mv-prefix", "ten-blocks")])
+def test_the_pool_that_is_seen_at_step_k_is_the_replays(page, tag, name):
+    for step, state in replay.pool_states(replay.load(name)):
+        seen = page.evaluate(SHOW, [tag, step])
+        for i, req_id in enumerate(state.known):
+            assert seen[f"t{i}"] == (" → ".join(map(str, state.tables.get(req_id, ()))) or "–"), f"step {step}"
+            assert seen[f"s{i}"] == state.status(req_id)
+        assert seen["said"].startswith(f"Step {step}.")
+        if tag == "mv-prefix":
+            assert seen["queue"] == (" ".join(map(str, state.queue)) or "none")
+
+
+def test_the_tokens_that_are_seen_at_time_t_are_the_replays(page):
+    lanes = [replay.lane(replay.load(f"stall-{preset}")) for preset in ("v0", "v1")]
+    times = [0.0, *sorted({end for lane in lanes for end in lane.ends})]
+    for k in range(0, len(times), 7):
+        seen = page.evaluate(SHOW, ["mv-timeline", k])
+        for i, lane in enumerate(lanes):
+            assert seen[f"gap{i}"] == f"{lane.longest_gap(times[k]):.0f} ms"
+            for req_id in lane.arrivals:
+                assert seen[f"out{i}-{req_id}"] == str(lane.num_out(req_id, times[k]))
+
+
+def test_the_choice_that_is_seen_at_a_token_is_the_replays(page):
+    _, made = replay.choices(replay.load("sampled-text"))
+    for k, choice in enumerate(made):
+        seen = page.evaluate(SHOW, ["mv-tokens", k])
+        assert seen["n0"] == widgets.visible(choice.candidates[0][0]) and seen["q0"] == f"{choice.candidates[0][1]:.0%}"
+        assert seen["said"] == f"Token {k + 1}: {widgets.visible(choice.text)}, which had {choice.probability:.0%}."
+
+
+def test_a_roof_says_what_bounds_a_point(page):
+    assert "set by the memory" in page.evaluate(SHOW, ["mv-roofline", 0])["said"]
+    last = page.evaluate(SHOW, ["mv-roofline", 2])["said"]
+    assert "32 FLOP for each byte" in last and "set by the arithmetic" in last and "measured: 80 GFLOP/s" in last
+
+
+TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-tokens", "mv-roofline", "mv-chart"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_the_keyboard_reaches_every_step(page, tag):
+    slider = page.locator(f"{tag} input[type=range]").first
+    slider.focus()
+    last = int(slider.get_attribute("max"))
+    for key, wanted in (("Home", 0), ("ArrowRight", 1), ("End", last), ("ArrowLeft", last - 1)):
+        page.keyboard.press(key)
+        assert page.evaluate(f"document.querySelector('{tag}').k") == wanted, key
+        assert slider.get_attribute("aria-valuetext")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # one step on
+    assert page.evaluate(f"document.querySelector('{tag}').k") == last
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_what_is_drawn_without_javascript_is_what_the_first_frame_shows(browser, gallery, tag):
+    seen = []
+    for enabled in (False, True):
+        context = browser.new_context(java_script_enabled=enabled)
+        opened = context.new_page()
+        opened.goto((gallery / "index.html").as_uri())
+        slots = opened.locator(tag).first.locator("[data-slot]")
+        seen.append(slots.all_text_contents())
+        context.close()
+    assert seen[0] == seen[1] and any(seen[0])
+
+
+def test_playing_moves_on_and_pauses_and_who_wants_no_motion_gets_none(browser, gallery):
+    opened = browser.new_page()
+    opened.goto((gallery / "index.html").as_uri())
+    button = opened.locator("mv-prefix .mv-play")
+    opened.locator("mv-prefix input").focus()
+    opened.keyboard.press("Home")
+    button.click()
+    opened.wait_for_function("document.querySelector('mv-prefix').k >= 2")
+    button.click()
+    stopped = opened.evaluate("document.querySelector('mv-prefix').k")
+    opened.wait_for_timeout(1500)
+    assert opened.evaluate("document.querySelector('mv-prefix').k") == stopped
+    opened.close()
+    context = browser.new_context(reduced_motion="reduce")
+    calm = context.new_page()
+    calm.goto((gallery / "index.html").as_uri())
+    assert calm.locator(".mv-play").count() == 0 and calm.locator("mv-prefix input").count() == 1
+    context.close()
+
+
+def test_the_data_of_a_widget_cannot_end_its_element():
+    assert json.loads(
+        frames.element("mv-x", "", [{"a": "</script>"}], "x").partition('json">')[2].partition("</script>")[0]
+    )["frames"] == [["</script>"]]

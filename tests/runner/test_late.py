@@ -1,0 +1,242 @@
+"""Rules: tokens that stay on the device are those of the synchronous engine, however late and in whatever order their
+copies arrive; a step starts before the one before it has landed; no pinned buffer is written while it is in flight."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm import LLM, SamplingParams
+from minivllm.executor.background import BackgroundExecutor
+from minivllm.executor.uni import UniExecutor
+from minivllm.plan import Landing, StepOutput, StepPlan
+from minivllm.request import BeamSearchParams
+from minivllm.runner import late
+from minivllm.runner.late import PinnedRing
+
+TINY = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.block_size": 8, "executor.num_threads": 1}
+POISON = 77  # what a buffer holds until its copy arrives: a token, so that reading it early is no crash
+
+
+class LateCopies:
+    """A stream as unkind as one may be: a copy arrives when somebody waits for it, or by chance earlier, and in any
+    order; it reads its source when it was asked to, as a device does behind its queue."""
+
+    def __init__(self, seed: int):
+        self._chance = random.Random(seed)
+        self._in_flight: list[LateCopy] = []
+        self.num_copies = self.most_in_flight = 0
+
+    def pinned(self, size):
+        return torch.full((size,), POISON)
+
+    def copy(self, source, target):
+        assert source.dtype == torch.int64 and source.shape == target.shape
+        assert not any(copy.target.data_ptr() == target.data_ptr() for copy in self._in_flight), "rewritten in flight"
+        target.fill_(POISON)
+        self._in_flight.append(LateCopy(self, source.clone(), target))
+        self.num_copies += 1
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+        return self._in_flight[-1]
+
+    def let_some_arrive(self):
+        for copy in self._chance.sample(self._in_flight, len(self._in_flight)):
+            if self._chance.random() < 0.1:
+                copy.arrive()
+
+
+class LateCopy:
+    def __init__(self, stream, source, target):
+        self.stream, self.source, self.target = stream, source, target
+
+    def arrive(self):
+        self.target.copy_(self.source)
+        self.stream._in_flight.remove(self)
+
+    def is_here(self):
+        self.stream.let_some_arrive()
+        return self not in self.stream._in_flight
+
+    def wait(self):
+        if self in self.stream._in_flight:
+            self.arrive()
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """An engine with an overlap has tokens that stay on its device; here are the streams of those that were built."""
+    made = []
+
+    def make(device):
+        made.append(LateCopies(len(made)))
+        return made[-1]
+
+    monkeypatch.setattr(late, "make_copies", make)
+    return made
+
+
+def generate(kinds, **overrides):
+    """(tokens and ends of every output, beams)"""
+    prompts = [[i, 2 * i + 1, 3] * (1 + 5 * (i % 3)) for i in range(12)]
+    of_each = [kinds[i % len(kinds)] for i in range(12)]
+    params = [SamplingParams(max_tokens=6 + i + 15 * (k in PLAIN), seed=i, **k) for i, k in enumerate(of_each)]
+    with LLM(overrides={**TINY, "kv.num_blocks": 90, "debug.check": True, **overrides}) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        beams = llm.beam_search([[1, 2, 3], [4, 5]], BeamSearchParams(beam_width=3, max_tokens=6), use_tqdm=False)
+    of_requests = [(o.text, list(o.token_ids), o.finish_reason) for out in outputs for o in out.outputs]
+    return of_requests, [[list(o.token_ids) for o in out.outputs] for out in beams]
+
+
+PLAIN = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 0.8, "stop": ["a", "e", " "]}]
+MIXED = [  # some need the host between two steps; the others outlive them
+    {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 1.0, "n": 2, "logprobs": 2},
+    {"temperature": 0.0, "prompt_logprobs": 1, "min_tokens": 7},
+    *PLAIN,
+]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return {"plain": generate(PLAIN), "mixed": generate(MIXED)}
+
+
+@pytest.mark.parametrize("kinds", ["plain", "mixed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"runner.inputs": "gather"},
+        {"runner.inputs": "persistent", "scheduler.max_num_batched_tokens": 9},
+        {"runner.inputs": "rebuild", "debug.preempt_every": 3, "kv.num_blocks": 30},
+        {"runner.inputs": "gather", "runner.graphs": "full+piecewise", "runner.attention": "reference"},
+        {"runner.inputs": "gather", "scheduler.max_num_seqs": 5, "debug.evict_all": True},
+    ],
+    ids=["gather", "chunks", "preempt", "graphs", "few"],
+)
+def test_late_tokens_are_those_of_the_synchronous_engine(options, kinds, wanted, streams):
+    got = generate({"plain": PLAIN, "mixed": MIXED}[kinds], **{"engine.overlap": 2, **options})
+    assert got == wanted[kinds]
+    (stream,) = streams
+    assert stream.num_copies > 5 and not stream._in_flight
+    assert stream.most_in_flight == 2, "no step was started before the one before it had landed"
+
+
+def test_a_synchronous_engine_has_its_tokens_at_once(streams, wanted):
+    assert generate(PLAIN) == wanted["plain"] and streams == []
+
+
+def test_without_a_distribution_the_request_ends_and_the_others_go_on(streams, monkeypatch):
+    from minivllm.models.llama import LlamaModel
+
+    logits = LlamaModel.logits
+
+    def broken(model, hidden):
+        found = logits(model, hidden)
+        if len(found) == 3:
+            found[1] = torch.nan
+        return found
+
+    monkeypatch.setattr(LlamaModel, "logits", broken)
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    with LLM(overrides={**TINY, "kv.num_blocks": 30, "engine.overlap": 2}) as llm:
+        outputs = llm.generate([[1, 2], [3, 4], [5, 6]], params, use_tqdm=False)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert streams[0].num_copies > 0
+
+
+# ---------------------------------------------------------------- the ring
+
+
+def test_a_buffer_is_used_again_once_it_has_been_read():
+    stream = LateCopies(0)
+    ring = PinnedRing(stream, num_buffers=2, size=4)
+    first, second = ring.send(torch.tensor([1, 2, 3])), ring.send(torch.tensor([4]))
+    with pytest.raises(AssertionError, match="more steps are in flight"):
+        ring.send(torch.tensor([5]))
+    assert second.open().tolist() == [4]  # the order of landing is not the ring's business
+    with pytest.raises(AssertionError, match="more steps are in flight"):
+        ring.send(torch.tensor([5]))
+    kept = first.open()
+    ring.send(torch.tensor([6, 7, 8, 9])).open()
+    assert kept.tolist() == [1, 2, 3], "what was read does not change when the buffer is used again"
+
+
+# ---------------------------------------------------------------- the executor
+
+
+class Slow:
+    """A worker whose steps are on a device that ends each when it is told to."""
+
+    def __init__(self):
+        self.log: list[str] = []
+        self.ended = threading.Semaphore(0)
+        self._here: set[int] = set()
+
+    def execute(self, plan):
+        self.log.append(f"start {plan.step}")
+        return Landing(lambda: self._is_here(plan.step), lambda: self._land(plan))
+
+    def wait_for(self, line):
+        deadline = time.monotonic() + 10
+        while line not in self.log and time.monotonic() < deadline:
+            time.sleep(1e-3)
+
+    def _is_here(self, step):
+        if step not in self._here and self.ended.acquire(blocking=False):
+            self._here.add(step)
+        return step in self._here
+
+    def _land(self, plan):
+        self.log.append(f"land {plan.step}")
+        return StepOutput(tokens={"a": [plan.step]})
+
+
+def test_the_next_step_is_started_before_the_one_before_has_landed_and_they_land_in_order():
+    slow = Slow()
+    executor = BackgroundExecutor(lambda: UniExecutor(lambda: slow))
+    futures = [executor.submit(StepPlan(step=0)), executor.submit(StepPlan(step=1))]
+    slow.wait_for("start 1")
+    assert slow.log == ["start 0", "start 1"] and not futures[0].done()
+    slow.ended.release()
+    assert futures[0].result(10).tokens == {"a": [0]} and not futures[1].done()
+    futures.append(executor.submit(StepPlan(step=2)))
+    slow.wait_for("start 2")  # though the thread was waiting for step 1
+    slow.ended.release(2)
+    assert [future.result(10).tokens["a"][0] for future in futures] == [0, 1, 2]
+    assert slow.log == ["start 0", "start 1", "land 0", "start 2", "land 1", "land 2"]
+    executor.shutdown()
+
+
+def test_without_a_thread_whoever_asks_waits():
+    slow = Slow()
+    future = UniExecutor(lambda: slow).submit(StepPlan(step=3))
+    assert not future.done() and slow.log == ["start 3"]
+    slow.ended.release()
+    assert future.done() and future.result().tokens == {"a": [3]} and future.result() is future.result()
+
+
+def test_a_placeholder_is_taken_from_its_own_row():
+    """Of three requests in another order than their rows, with a prompt between."""
+
+    class Inputs:
+        def build(self, plan, key):
+            return plan
+
+    tokens = late.LateTokens(_Verifier(), Inputs(), 8, torch.device("cpu"), ring=None)
+    tokens.newest[:] = torch.arange(8) * 10
+    batch = _Batch(
+        token_ids=np.array([-1, 5, 6, -1, 0, 0]), query_start=np.array([0, 1, 3, 4]), rows=np.array([4, 7, 2])
+    )
+    assert tokens.build(batch, None).token_ids.tolist() == [40, 5, 6, 20, 0, 0]
+
+
+class _Verifier:
+    sampler = None
+
+
+class _Batch:
+    def __init__(self, **arrays):
+        self.__dict__.update(arrays)
