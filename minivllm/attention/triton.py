@@ -84,7 +84,7 @@ class TritonAttention:
         single, several = np.flatnonzero(num_queries == 1), np.flatnonzero(num_queries > 1)
         slots = upload(batch.slot_mapping.astype(np.int64), self.device)
         longest = int(batch.seq_lens[single].max()) if single.size else 0
-        if batch.whole:  # the number of splits is captured
+        if batch.whole:  # the captured launch serves every length: the kernel reads on the device what a split gets
             longest = batch.max_seq
         decodes, others = self._requests(batch, bounds, single), self._requests(batch, bounds, several)
         return _Meta(slots, decodes, others, longest, batch.num_tokens)

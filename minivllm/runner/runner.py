@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minivllm.attention.base import AttentionBackend
 from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.lora.slots import AdapterSlots, NoAdapters
-from minivllm.plan import Landing, StepOutput, StepPlan
+from minivllm.plan import NO_DISTRIBUTION, Landing, StepOutput, StepPlan
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.forward import ForwardRunner
@@ -30,8 +30,6 @@ from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.verify import Verifier
 from minivllm.spec_decode.base import Proposer
 from minivllm.upload import upload
-
-NO_DISTRIBUTION = "the logits are NaN or all masked: no token can be chosen (check the weights and the dtype)"
 
 
 @dataclass(slots=True)

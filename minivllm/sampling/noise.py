@@ -25,7 +25,7 @@ class HostNoise:
 
 
 class DeviceNoise:
-    """HostNoise in torch. 64-bit products and sums wrap there as in numpy; a shift brings in zeros by hand."""
+    """HostNoise in torch. 64-bit products and sums wrap there as in numpy; what is wanted of a shift is cut out."""
 
     def __init__(self, seeds: np.ndarray, positions: np.ndarray, device: torch.device):
         self._seeds = upload(seeds.view(np.int64), device)
