@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.rows import with_dense_heads
-from minivllm.kernels.triton.tiles import Tile, decode_tile, num_splits, prefill_tile
+from minivllm.kernels.triton.tiles import Tile, attention_tiles, num_splits
 
 if TYPE_CHECKING:
     from minivllm.kernels.triton.paged import Requests
@@ -57,9 +57,10 @@ class TritonAttention:
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         self.num_sms = num_sms or (torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1)
+        major = torch.cuda.get_device_capability(device)[0] if on_gpu else 9
         self.scratch = paged.Scratch(self.device)
         self.heads = {layer: _head(paged.Head, layer) for layer in layers}
-        self.tiles = {layer: tiles or _tiles(layer, spec) for layer in layers}
+        self.tiles = {layer: tiles or _tiles(layer, spec, major) for layer in layers}
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -119,6 +120,6 @@ def _head(cls: type, layer: AttentionSpec):
     return cls(*heads, layer.scale, layer.sliding_window or 0, layer.soft_cap or 0.0)
 
 
-def _tiles(layer: AttentionSpec, spec: KVSpec) -> tuple[Tile, Tile]:
-    shape = layer.num_heads // layer.num_kv_heads, layer.head_size
-    return decode_tile(*shape, spec.dtype.itemsize), prefill_tile(*shape, max(spec.dtype.itemsize, 2))
+def _tiles(layer: AttentionSpec, spec: KVSpec, major: int) -> tuple[Tile, Tile]:
+    shape = layer.num_heads // layer.num_kv_heads, layer.head_size, spec.dtype.itemsize
+    return attention_tiles(*shape, layer.sliding_window is not None, major)

@@ -18,6 +18,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.live import LEASE_SECONDS, LiveRequest, LiveStep, Look
 from minivllm.serve import errors
 from minivllm.serve.connection import EventStream
+from minivllm.serve.debug import replica_of
 from minivllm.serve.generation import new_id
 
 EVERY_SECONDS = 0.25
@@ -70,10 +71,10 @@ class LiveEvent(msgspec.Struct):
 async def live(request: Request) -> ASGIApp:
     state = request.app.state
     tenant = getattr(request.state, "tenant", "")
-    return EventStream(events(state.service.engine, state.viewers, tenant), new_id("live"))
+    return EventStream(events(state.service.engine, state.viewers, tenant, replica_of(request)), new_id("live"))
 
 
-async def events(engine: AsyncLLM, viewers: set[object], tenant: str) -> AsyncIterator[bytes]:
+async def events(engine: AsyncLLM, viewers: set[object], tenant: str, replica: int = 0) -> AsyncIterator[bytes]:
     """viewers: everybody who looks, each while they do. Raises ApiError 429 for one too many."""
     if len(viewers) >= MAX_VIEWERS:
         raise errors.too_many_viewers(MAX_VIEWERS)
@@ -82,7 +83,7 @@ async def events(engine: AsyncLLM, viewers: set[object], tenant: str) -> AsyncIt
     try:
         shown, after, silent = None, 0, 0.0
         while True:
-            look = await engine.look(after)
+            look = await engine.look(after, replica)
             event = LiveEvent.of(look, tenant)
             after, now, event.now = look.next, event.now, 0.0
             if event != shown:
