@@ -138,6 +138,11 @@ class AsyncLLM(EngineHandle):
         return msgspec.convert(await self._call("look", after), Look)
 
     @property
+    def num_requests(self) -> int:
+        """Those whose outputs are expected."""
+        return len(self._front.processor)
+
+    @property
     def is_running(self) -> bool:
         return self._dead is None and self._link.is_running
 
@@ -227,6 +232,7 @@ class AsyncLLM(EngineHandle):
             self._post(self._settle, message.id, message.value, error)
         else:
             self._dead = message.error.exception()
+            self.stats.on_end()  # else whoever admits requests by these would wait for a report that never comes
             self._post(self._fail_all, self._dead)
             if isinstance(self._link, ProcessLink) and self.config.engine.restart and not self._closing.is_set():
                 threading.Thread(target=self._restart, name="minivllm-restart", daemon=True).start()

@@ -18,6 +18,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from minivllm.serve.access import MAX_HEADER_BYTES
+from minivllm.serve.patience import PatientProtocol, allow_many_connections
 
 GRACE_SECONDS = 3
 
@@ -27,7 +28,7 @@ class Server(uvicorn.Server):
         """tls: ssl_certfile and ssl_keyfile, for HTTPS."""
         config = uvicorn.Config(
             app,
-            http="h11",  # the only one with a limit on headers
+            http=PatientProtocol,  # on h11, the only one with a limit on headers
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
             access_log=False,  # serve/request_log.py
@@ -40,6 +41,7 @@ class Server(uvicorn.Server):
 
     def run_on(self, listener: socket.socket) -> int:
         """Serve until a signal; the exit code."""
+        allow_many_connections()
         self.run(sockets=[listener])
         return 0 if self.started else 1
 
