@@ -252,10 +252,9 @@ class AsyncLLM(EngineHandle):
         """A core is gone. Of several, its requests have been refused; of the last one's the others go with it."""
         self.dead_replicas.add(message.replica)
         self._stalls.pop(message.replica, None)
-        self.stats.on_end(message.replica)
+        self.stats.on_replica_end(message.replica)
         if len(self.dead_replicas) == len(self.stats.parts):
             self._dead = message.error.exception()
-            self.stats.on_end()  # else whoever admits requests by these would wait for a report that never comes
             self._post(self._fail_all, self._dead)
 
     def _back(self, message: Facts) -> None:
