@@ -18,7 +18,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from minivllm.serve.access import MAX_HEADER_BYTES
-from minivllm.serve.patience import PatientProtocol, allow_many_connections
+from minivllm.serve.patience import allow_many_connections
+from minivllm.serve.quick_send import QuickProtocol
 
 GRACE_SECONDS = 3
 
@@ -28,7 +29,7 @@ class Server(uvicorn.Server):
         """tls: ssl_certfile and ssl_keyfile, for HTTPS."""
         config = uvicorn.Config(
             app,
-            http=PatientProtocol,  # on h11, the only one with a limit on headers
+            http=QuickProtocol,  # on h11, the only one with a limit on headers
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
             access_log=False,  # serve/request_log.py
