@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-fast lint format matrix sanitize bench peers site chapters traces relock clean
+.PHONY: help setup serve chat test test-fast lint format matrix sanitize soak fuzz-api bench peers site chapters traces relock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,13 @@ sanitize:  ## the C++ kernels under ASan, UBSan and TSan (ARGS="500": that many 
 		$(foreach check,$(CHECKS),$(CXX) $(CHECK) $$flags tests/sanitize/$(check).cpp $(ALSO_$(check)) -o build/sanitize/$(check) \
 			&& build/sanitize/$(check) $(or $(ARGS),100) || exit 1;) \
 	done
+
+# Ten minutes unless ARGS say otherwise; prints a table.
+soak: $(INSTALLED)  ## fail if a server's memory, files, tasks or blocks grow under load (ARGS="--seconds 60")
+	PYTHONPATH=tests $(PY) -m fire.soak $(ARGS)
+
+fuzz-api: $(INSTALLED)  ## whatever /openapi.json allows and forbids, at a server (ARGS="--max-examples 2000")
+	PYTHONPATH=tests $(PY) -m fire.fuzz_api $(ARGS)
 
 bench: setup  ## start-up, host time and offline throughput, one JSON line each
 	$(PY) bench/startup.py $(ARGS)

@@ -20,6 +20,7 @@ from minivllm.engine.chat_template import knows_tools, render
 from minivllm.engine.tool_prompt import told_in_words
 from minivllm.errors import BadRequest, ModelError
 
+LONG_TEXT = 20_000  # characters: what takes longer to encode than anybody else should wait for it
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTINUE_HERE = "\ue000continue here\ue000 "  # private use: no prompt holds it. Ends in a space, see below.
@@ -66,14 +67,22 @@ class TextTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A rendered chat template holds its special tokens already: encode it with add_special_tokens=False."""
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._encode(text, add_special_tokens).ids
         if add_special_tokens and self._bos_change:
             return [self.bos_token_id, *ids] if self._bos_change > 0 else ids[1:]
         return ids
 
+    def _encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> Any:
+        """tokenizers.Encoding. While a batch is encoded other threads run, and while a single text is they do not."""
+        size = len(text) if isinstance(text, str) else sum(map(len, text))
+        if size > LONG_TEXT:
+            return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        given = (text,) if isinstance(text, str) else text
+        return self._tokenizer.encode(*given, add_special_tokens=add_special_tokens)
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Both texts in one sequence, as a cross-encoder reads them: (token ids, where the second one begins)."""
-        encoding = self._tokenizer.encode(first, second)
+        encoding = self._encode((first, second), True)
         types = encoding.type_ids
         return encoding.ids, types.index(1) if 1 in types else len(types)
 

@@ -50,7 +50,7 @@ def _check_media_type(headers: Headers) -> None:
     types to a server that has not asked for it (CORS), so from there it must be JSON."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-    if not is_json and (kind not in UNTOLD or (kind and "origin" in headers)):
+    if not is_json and (kind not in UNTOLD or "origin" in headers):
         raise errors.ApiError(
             415, f"the body must be application/json, not {kind[:100]}", code="unsupported_media_type"
         )

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from minivllm.errors import BadRequest
-from minivllm.pooling.pool import cut
 from minivllm.pooling.text import Text
 from minivllm.serve import pooling, protocol
 from minivllm.serve.completions import as_list
@@ -72,6 +71,8 @@ async def texts_of(body: EmbeddingRequest, service: Service) -> list[Text]:
 
 async def answer(body: EmbeddingRequest, service: Service, texts: list[Text]) -> EmbeddingList:
     vectors = await pooling.run(service, texts)
+    from minivllm.pooling.pool import cut  # with torch, which a server whose engine is a process of its own never needs
+
     normalized = service.engine.engine.normalized
     written = [write(cut(vector, body.dimensions, normalized), body.encoding_format) for vector in vectors]
     data = [Embedding(i, vector) for i, vector in enumerate(written)]

@@ -26,6 +26,7 @@ from starlette.requests import Request
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
 from minivllm.engine.output import CompletionOutput, RequestOutput
+from minivllm.engine.tokenizer import LONG_TEXT
 from minivllm.errors import BadRequest
 from minivllm.plan import NO_DISTRIBUTION
 from minivllm.registry import did_you_mean
@@ -35,7 +36,7 @@ from minivllm.serve.protocol import CompletionRequest, PromptLogprob, PromptLogp
 from minivllm.serve.telemetry import CONTEXT_HEADERS, NoTracing, Tracing
 from minivllm.serve.tools.parsers import ToolParser
 
-LONG_TEXT = 20_000  # characters
+LONGEST_TOKEN = 256  # characters: no vocabulary has longer ones
 DONE = b"data: [DONE]\n\n"
 
 
@@ -293,6 +294,9 @@ def new_id(prefix: str) -> str:
 
 
 async def tokenize(service: Service, text: str, add_special_tokens: bool) -> Prompt:
+    if len(text) > LONGEST_TOKEN * service.engine.max_model_len:  # counting its tokens would take minutes
+        limit = service.engine.max_model_len
+        raise errors.context_length(f"a prompt of {len(text):,} characters is over this model's {limit} tokens", None)
     encode = partial(service.engine.tokenizer.encode, text, add_special_tokens=add_special_tokens)
     # A long text would hold up every stream; the tokenizer gives the interpreter's lock back while it works.
     token_ids = await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()

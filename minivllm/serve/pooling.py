@@ -16,11 +16,12 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.async_pooler import AsyncPooler
 from minivllm.engine.frontend import make_config
 from minivllm.engine.pooling_core import NOT_FINITE
+from minivllm.engine.tokenizer import LONG_TEXT
 from minivllm.errors import EngineDead, MinivllmError
 from minivllm.pooling.task import EMBED, GENERATE, SCORE, choose_task
 from minivllm.pooling.text import Text
 from minivllm.serve import errors
-from minivllm.serve.generation import LONG_TEXT, Service
+from minivllm.serve.generation import Service
 from minivllm.serve.protocol import RequestBody, accepted, doc
 
 if TYPE_CHECKING:

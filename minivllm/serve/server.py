@@ -19,7 +19,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from minivllm.serve.access import MAX_HEADER_BYTES
-from minivllm.serve.patience import PatientProtocol, allow_many_connections
+from minivllm.serve.patience import allow_many_connections
+from minivllm.serve.quick_send import QuickProtocol
 
 GRACE_SECONDS = 3
 
@@ -36,7 +37,7 @@ class Server(uvicorn.Server):
         of theirs means that an address is taken."""
         config = uvicorn.Config(
             app,
-            http=PatientProtocol,  # on h11, the only one with a limit on headers
+            http=QuickProtocol,  # on h11, the only one with a limit on headers
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
             access_log=False,  # serve/request_log.py

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import jinja2
@@ -279,3 +280,24 @@ def test_smollm2_chat_prompt_equals_transformers_and_has_one_bos_a_message(smoll
     assert ids.count(ours.bos_token_id) == 5  # the template's own system message, three messages, the answer's start
     assert ours.eos_token_ids and theirs.eos_token_id in ours.eos_token_ids
     assert ours.vocab_size == len(theirs)
+
+
+def test_a_long_text_is_encoded_as_a_short_one_and_other_threads_run_meanwhile():
+    tokenizer, text = with_template(CHATML), "hello world, " * 100_000
+    gaps, done = [], threading.Event()
+
+    def look():
+        before = time.perf_counter()
+        while not done.wait(0.005):
+            gaps.append(time.perf_counter() - before)
+            before = time.perf_counter()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    begin = time.perf_counter()
+    ids = tokenizer.encode(text)
+    seconds = time.perf_counter() - begin
+    done.set()
+    looker.join()
+    assert ids == tokenizer._tokenizer.encode(text).ids
+    assert max(gaps) < seconds / 2, "the interpreter's lock was held"
