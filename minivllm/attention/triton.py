@@ -17,6 +17,7 @@ from torch import Tensor
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.rows import with_dense_heads
 from minivllm.kernels.triton.tiles import Tile, attention_tiles, num_splits
+from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.kernels.triton.paged import Requests
@@ -82,7 +83,7 @@ class TritonAttention:
         bounds = batch.query_start[: batch.num_requests + 1].astype(np.int32)
         num_queries = np.diff(bounds)
         single, several = np.flatnonzero(num_queries == 1), np.flatnonzero(num_queries > 1)
-        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
+        slots = upload(batch.slot_mapping.astype(np.int64), self.device)
         longest = int(batch.seq_lens[single].max()) if single.size else 0
         if batch.whole:  # the captured launch serves every length: the kernel reads on the device what a split gets
             longest = batch.max_seq
@@ -94,7 +95,7 @@ class TritonAttention:
             return None
         starts = np.concatenate([[0], np.cumsum(bounds[which + 1] - bounds[which])])
         arrays = bounds[which], batch.seq_lens[which], batch.block_tables[which], starts
-        tensors = (torch.tensor(array, dtype=torch.int32, device=self.device) for array in arrays)
+        tensors = (upload(array.astype(np.int32), self.device) for array in arrays)
         return self.paged.Requests(*tensors, int(starts[-1]))
 
     def forward(
