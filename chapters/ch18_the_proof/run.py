@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import torch
@@ -50,6 +50,16 @@ def subsets() -> list[Set]:
     return [frozenset(some) for n in range(len(ORDER) + 1) for some in combinations(ORDER, n)]
 
 
+def gap_tokens(run: Run) -> int:
+    """The most tokens, anybody's, that were computed between a chat's token and its next. No clock is asked."""
+    return max(
+        sum(plan.total_tokens for plan in run.plans[a + 1 : b + 1])
+        for name, visit in run.visits.items()
+        if name != LONG
+        for a, b in pairwise(visit.steps)
+    )
+
+
 def told(run: Run) -> dict[str, float]:
     chats = [visit for name, visit in run.visits.items() if name != LONG]
     return {
@@ -57,6 +67,7 @@ def told(run: Run) -> dict[str, float]:
         "worst_gap": max(gap for visit in chats for gap in visit.gaps),
         "long_first": run.visits[LONG].first,
         "computed": sum(plan.total_tokens for plan in run.plans),
+        "gap_tokens": gap_tokens(run),
         "long_steps": run.visits[LONG].steps[0] + 1 - LONG_ARRIVES,
     }
 
@@ -112,6 +123,7 @@ def measure(smoke: bool) -> dict[str, Any]:
             "name": name_of(on) if on != whole else "V1 (all three)",
             **{metric: spread(values[metric][on], 1) for metric in METRICS},
             "computed": told(found[0])["computed"],
+            "gap_tokens": told(found[0])["gap_tokens"],
             "long_steps": told(found[0])["long_steps"],
         }
         for on, found in runs.items()
@@ -153,14 +165,14 @@ def check(results: dict[str, Any]) -> None:
     """What the text claims, true on any machine."""
     v0, v1 = results["v0"], results["v1"]
     assert results["equal"], "a switch changed the output"
-    assert v1["worst_gap"]["min"] < 0.7 * v0["worst_gap"]["min"], "V1's longest gap is no shorter"
+    assert v1["gap_tokens"] < 0.7 * v0["gap_tokens"], "V1's longest gap holds no less work"
     assert v1["computed"] < 0.8 * v0["computed"], "the prefix cache saved no work"
     by_name = {row["name"]: row for row in results["rows"]}
     assert by_name["scheduler"]["computed"] == v0["computed"], "a scheduler computes other tokens"
     assert by_name["inputs"]["computed"] == v0["computed"]
     assert by_name["prefix"]["computed"] < v1["computed"], "pieces do not hide a prefix from who comes next"
-    assert by_name["scheduler"]["worst_gap"]["min"] < v0["worst_gap"]["min"], "the scheduler shortens no gap"
-    assert by_name["scheduler"]["worst_gap"]["min"] < by_name["prefix"]["worst_gap"]["min"], "it is another's gain"
+    assert by_name["scheduler"]["gap_tokens"] < 0.7 * by_name["prefix"]["gap_tokens"], "the gain is another's"
+    assert by_name["inputs"]["gap_tokens"] == v0["gap_tokens"]
     assert by_name["scheduler"]["long_steps"] > v0["long_steps"], "pieces take no more steps"
     strangers = results["strangers"]
     assert strangers["computed_with"] == strangers["computed_without"], "strangers shared something"
