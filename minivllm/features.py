@@ -139,6 +139,14 @@ EXECUTORS: Registry = Registry(
     "executor.kind",
     {"uni": "minivllm.executor.uni:UniExecutor", "naive": "minivllm.executor.naive:NaiveExecutor"},
 )
+ROUTERS: Registry = Registry(
+    "engine.router",
+    {
+        "round_robin": "minivllm.engine.routing:RoundRobin",
+        "least_loaded": "minivllm.engine.routing:LeastLoaded",
+        "prefix": "minivllm.engine.routing:Prefix",
+    },
+)
 
 GRAMMARS: Registry = Registry(  # structured.backend=auto asks them in this order
     "structured.backend",
@@ -383,6 +391,28 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "replicas",
+        "engine.replicas",
+        (1, 2),
+        1,
+        "engine cores side by side (data parallelism): each has the whole model, its own KV and its share of the "
+        "machine; any number",
+        chapter="17",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "router",
+        "engine.router",
+        ROUTERS.names(),
+        "prefix",
+        "which replica a request goes to: each in turn, where fewest sequences live, or where the longest beginning of "
+        "its prompt is cached and the load allows it (SGLang's router)",
+        chapter="17",
+        workload="shared_prefix",
+        metric="ttft_p50",
+    ),
+    Feature(
         "overlap",
         "engine.overlap",
         (1, 2),
@@ -436,6 +466,7 @@ NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset(
 )
 
 CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(("core", "inproc"), ("replicas", 2), "each replica is a process of its own"),
     *(
         Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read int8 KV; cpu and triton can")
         for attention in ("reference", "sdpa", "flex", "flash", "flashinfer", *ATTENTION_PAIRS)

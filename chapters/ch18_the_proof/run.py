@@ -191,7 +191,8 @@ def tell(results: dict[str, Any]) -> str:
         f"    all three  {whole['ratio']:5.2f} ({whole['low']:.2f} to {whole['high']:.2f})",
         "",
         f"chats that share nothing: {strangers['computed_with']:,} tokens computed with a prefix cache, "
-        f"{strangers['computed_without']:,} without; the time {strangers['all_done']['ratio']:.2f} of what it was",
+        f"{strangers['computed_without']:,} without;",
+        f"    the time with it {strangers['all_done']['ratio']:.2f} of what it was without",
         "the same tokens from all configurations",
     ]
     return "\n".join(lines) + "\n"
