@@ -216,7 +216,7 @@ PRESETS: dict[str, Preset] = {
 
 
 # The system that the book has come to by a chapter. From there to the next one, each chapter turns its own switches.
-MILESTONES = {0: "naive", 5: "orca-max", 6: "v0", 8: "v0", 12: "v1"}
+MILESTONES = {0: "naive", 1: "naive", 5: "orca-max", 6: "v0", 8: "v0", 12: "v1"}
 
 
 def preset_overrides(name: str) -> dict[str, Any]:

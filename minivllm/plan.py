@@ -18,6 +18,9 @@ from minivllm.request import SamplingParams
 # rank counts from 1 and is the number of tokens at least as likely.
 PositionLogprobs = list[tuple[int, float, int]]
 
+# What went wrong with one request's logits (StepOutput.errors).
+NO_DISTRIBUTION = "the logits are NaN or all masked: no token can be chosen (check the weights and the dtype)"
+
 
 @dataclass(slots=True)
 class Join:
@@ -87,12 +90,14 @@ class StepOutput:
     prompt_logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # requests that this step ended, each with what went wrong
     drafts: dict[str, list[int]] = field(default_factory=dict)  # guesses of what follows `tokens`, for the next plan
+    is_failed: bool = False  # the step raised: `errors` names all that were in it, whoever of them it was
     is_lost: bool = False  # a step before it failed while this one was in flight, so it has not run
 
 
 @dataclass(slots=True)
 class Landing:
-    """A step that a device has been given, in place of its output: the tokens are on their way to the host."""
+    """A step that a device has been given, in place of its output: the tokens are on their way to the host. What land()
+    raises is the device's own failure, behind which no step can run."""
 
     is_here: Callable[[], bool]
     land: Callable[[], StepOutput]  # waits for them; once, and steps in their order

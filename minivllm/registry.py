@@ -15,10 +15,13 @@ from typing import Any, Generic, TypeVar
 from minivllm.errors import ConfigError
 
 T = TypeVar("T")
+LONGEST_NAME = 200
 
 
 def did_you_mean(name: str, known: Iterator[str] | list[str] | tuple[str, ...]) -> str:
     """' Did you mean "x"?' for the closest known name, or ''."""
+    if len(name) > LONGEST_NAME:  # comparing takes the square of its length
+        return ""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f' Did you mean "{close[0]}"?' if close else ""
 

@@ -26,6 +26,10 @@ from minivllm.structured.params import StructuredParams
 
 MAX_LOGPROBS = 20  # OpenAI's bound on top_logprobs
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 8192  # of all of them: each may become a state of an automaton
+MAX_BAD_WORDS = 1000
+MAX_WORD_CHARS = 65_536  # of all bad words
+MAX_LENGTH_PENALTY = 10.0  # a length to this power is a number yet
 MAX_SEED = 2**63 - 1
 
 
@@ -90,13 +94,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _number("n", self.n, low=1, high=128, integer=True)
         if self.best_of is not None:
             _number("best_of", self.best_of, low=self.n, high=128, integer=True)
-        _number("temperature", self.temperature, low=0.0)
+        _number("temperature", self.temperature, low=0.0, high=1e6)
         _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
         _number("top_k", self.top_k, low=-1, high=2**31 - 1, integer=True)
         _number("min_p", self.min_p, low=0.0, high=1.0)
         _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _number("repetition_penalty", self.repetition_penalty, low=0.0, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)  # fp32 logits stay finite
         if self.seed is not None:
             _number("seed", self.seed, low=-MAX_SEED - 1, high=MAX_SEED, integer=True)
         if self.max_tokens is not None:
@@ -113,8 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
                     raise BadRequest(f"{name} must hold non-empty strings, got {text!r}", name)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise BadRequest(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", "stop")
+        _few("stop", self.stop, "stop strings", MAX_STOP_STRINGS, MAX_STOP_CHARS)
+        _few("bad_words", self.bad_words, "bad words", MAX_BAD_WORDS, MAX_WORD_CHARS)
         if self.stop and not self.detokenize:
             raise BadRequest("stop strings need detokenize=True", "stop")
         for token, bias in (self.logit_bias or {}).items():
@@ -132,6 +136,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def selects(self) -> bool:
         """Whether more is generated than returned."""
         return self.num_sequences > self.n
+
+    @property
+    def restricts(self) -> bool:
+        """Whether it may leave no token to choose."""
+        return bool(self.allowed_token_ids or self.bad_words or self.structured)
 
     @property
     def greedy(self) -> bool:
@@ -157,7 +166,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     def __post_init__(self) -> None:
         _number("beam_width", self.beam_width, low=1, high=MAX_LOGPROBS // 2, integer=True)
         _number("max_tokens", self.max_tokens, low=1, integer=True)
-        _number("length_penalty", self.length_penalty, low=-math.inf)
+        _number("length_penalty", self.length_penalty, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY)
 
     @property
     def n(self) -> int:
@@ -184,9 +193,23 @@ def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_op
     kinds = int if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise BadRequest(f"{name} must be {'an integer' if integer else 'a number'}, got {value!r}", param or name)
-    if not math.isfinite(value) or value < low or value > high or (low_open and value == low):
+    # An integer may be too large to be a float, which is what isfinite makes of it.
+    finite = isinstance(value, int) or math.isfinite(value)
+    if not finite or value < low or value > high or (low_open and value == low):
         bound = f"{'above' if low_open else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
-        raise BadRequest(f"{name} must be {bound}, got {value!r}", param or name)
+        raise BadRequest(f"{name} must be {bound}, got {_shown(value)}", param or name)
+
+
+def _shown(value: float) -> str:
+    """Python refuses to write out integers of thousands of digits."""
+    return repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of over 40 digits"
+
+
+def _few(name: str, texts: Sequence[str], what: str, most: int, most_chars: int) -> None:
+    if len(texts) > most:
+        raise BadRequest(f"at most {most} {what}, got {len(texts)}", name)
+    if (num_chars := sum(map(len, texts))) > most_chars:
+        raise BadRequest(f"at most {most_chars} characters in all {what}, got {num_chars}", name)
 
 
 def _int_keys(bias: dict) -> dict[int, float]:

@@ -32,7 +32,7 @@ class _Meta(NamedTuple):
 
 
 class TritonAttention:
-    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "decode"
     kv_layout: ClassVar[str] = HND
     int8_kv: ClassVar[bool] = True
     block_axis: ClassVar[int] = 1
@@ -83,6 +83,8 @@ class TritonAttention:
         single, several = np.flatnonzero(num_queries == 1), np.flatnonzero(num_queries > 1)
         slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
         longest = int(batch.seq_lens[single].max()) if single.size else 0
+        if batch.whole:  # the captured launch serves every length: the kernel reads on the device what a split gets
+            longest = batch.max_seq
         decodes, others = self._requests(batch, bounds, single), self._requests(batch, bounds, several)
         return _Meta(slots, decodes, others, longest, batch.num_tokens)
 

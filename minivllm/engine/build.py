@@ -29,8 +29,9 @@ from minivllm.lora.table import Adapter, AdapterTable, NoAdapters
 from minivllm.pooling.task import refuse_pooling
 from minivllm.scheduler.admission import Admission
 from minivllm.scheduler.base import Limits
-from minivllm.scheduler.beam import BeamScheduler
+from minivllm.scheduler.beam import BeamScheduler, ForkingScheduler
 from minivllm.scheduler.inject import Injector
+from minivllm.scheduler.suspects import Suspects
 from minivllm.structured.compiler import GrammarCompiler, is_installed, shared_compiler
 from minivllm.trace import TraceRecorder
 from minivllm.trace_recent import RecentSteps
@@ -203,9 +204,10 @@ def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits, lookahe
     kind = features.SCHEDULERS.get(config.scheduler.kind)
     admission = build_admission(config, limits)
     base = kind(kv, limits, policy, config.scheduler.chunked_prefill, admission, lookahead)
+    inner: ForkingScheduler = base
     if config.debug.preempt_every or config.debug.evict_all:
-        return BeamScheduler(Injector(base, kv, config.debug.preempt_every, config.debug.evict_all), base)
-    return BeamScheduler(base, base)
+        inner = Injector(base, kv, config.debug.preempt_every, config.debug.evict_all)
+    return BeamScheduler(Suspects(inner, base), base)
 
 
 def build_routing(config: EngineConfig) -> RoutingPolicy:

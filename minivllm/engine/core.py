@@ -74,6 +74,11 @@ class EngineStats:
         for name in EngineStats.__slots__:
             setattr(self, name, getattr(other, name))
 
+    def on_end(self) -> None:
+        """The engine has died, and with it all that ran and waited there."""
+        self.num_running = self.num_waiting = self.num_cached_blocks = 0
+        self.num_free_blocks = self.num_total_blocks
+
     def on_step(self, plan: StepPlan, deltas: list[Delta]) -> None:
         stats = plan.stats
         self.num_steps += 1
@@ -191,7 +196,7 @@ class EngineCore:
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepOutput:
-    """A step that raised ends the requests that were in it, and no others; nothing of it is published."""
+    """A step that raised may end the requests that were in it, and no others; nothing of it is published."""
     logger.error("a step with %d requests failed", len(plan.num_tokens), exc_info=error)
     message = f"{type(error).__name__}: {error}"
-    return StepOutput(errors=dict.fromkeys(plan.num_tokens, message))
+    return StepOutput(errors=dict.fromkeys(plan.num_tokens, message), is_failed=True)

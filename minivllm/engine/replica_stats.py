@@ -23,11 +23,8 @@ class SummedStats(EngineStats):
         self.parts[replica].num_stalled += 1
         self._sum()
 
-    def on_end(self, replica: int) -> None:
-        """Nothing runs or waits there any more."""
-        part = self.parts[replica]
-        part.num_running = part.num_waiting = 0
-        part.num_free_blocks = part.num_total_blocks
+    def on_part_end(self, replica: int) -> None:
+        self.parts[replica].on_end()
         self._sum()
 
     def _sum(self) -> None:

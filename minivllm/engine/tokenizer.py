@@ -13,10 +13,10 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from minivllm.engine.chat_template import knows_tools, render
 from minivllm.engine.tool_prompt import told_in_words
 from minivllm.errors import BadRequest, ModelError
 
@@ -143,8 +143,8 @@ class TextTokenizer:
         if continue_final_message:
             chat[-1]["content"] += _CONTINUE_HERE
         values = {**self.special_tokens, "documents": None, "add_generation_prompt": add_generation_prompt, **kwargs}
-        if _knows_tools(template):
-            text = _render(template, messages=chat, tools=list(tools) if tools else None, **values)
+        if knows_tools(template):
+            text = render(template, messages=chat, tools=list(tools) if tools else None, **values)
         else:
             text = _render_in_words(template, chat, tools, **values)
         return _cut_at_mark(text) if continue_final_message else text
@@ -153,7 +153,7 @@ class TextTokenizer:
     def tool_template(self) -> str | None:
         """The source of the template that renders tools; None if there is none that knows them."""
         template = self._templates.get("tool_use", self._templates.get("default"))
-        return template if template is not None and _knows_tools(template) else None
+        return template if template is not None and knows_tools(template) else None
 
     def _pick_template(self, tools: Any) -> str:
         if not self._templates:
@@ -296,7 +296,7 @@ def _plain_call(index: int, call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadRequest(f"messages[{index}]: a tool call's arguments are not JSON", "messages") from None
     return {**call, "function": function}
 
@@ -309,68 +309,10 @@ def _cut_at_mark(text: str) -> str:
     return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
 
 
-def _render(template: str, **values: Any) -> str:
-    compiled = _compile(template)
-    try:
-        return compiled.render(**values)
-    except Exception as e:  # a template is the model's code; whatever it raises is about these messages
-        raise BadRequest(f"the chat template refuses these messages: {e}", "messages") from None
-
-
 def _render_in_words(template: str, chat: list[dict], tools: Sequence[Mapping[str, Any]] | None, **values: Any) -> str:
     try:
-        return _render(template, messages=told_in_words(chat, tools), tools=None, **values)
+        return render(template, messages=told_in_words(chat, tools), tools=None, **values)
     except BadRequest:
         if not tools or chat[0]["role"] == "system":
             raise
-    return _render(template, messages=told_in_words(chat, tools, "user"), tools=None, **values)
-
-
-@functools.lru_cache(maxsize=16)
-def _knows_tools(template: str) -> bool:
-    from jinja2 import TemplateSyntaxError, nodes
-
-    try:
-        return any(name.name == "tools" for name in _environment().parse(template).find_all(nodes.Name))
-    except TemplateSyntaxError:  # _compile says so, once it is rendered
-        return True
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(template: str) -> Any:
-    from jinja2 import TemplateSyntaxError
-
-    try:
-        return _environment().from_string(template)
-    except TemplateSyntaxError as e:
-        raise ModelError(f"the model's chat template is not valid Jinja (line {e.lineno}: {e})") from None
-
-
-@functools.cache
-def _environment() -> Any:
-    """With the names and settings that transformers gives to templates."""
-    from jinja2 import TemplateError
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks what an assistant wrote, for training; here its body is just rendered."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message):
-        raise TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    extensions = [Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
+    return render(template, messages=told_in_words(chat, tools, "user"), tools=None, **values)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minivllm.attention.base import AttentionBackend
 from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.lora.slots import AdapterSlots, NoAdapters
-from minivllm.plan import Landing, StepOutput, StepPlan
+from minivllm.plan import NO_DISTRIBUTION, Landing, StepOutput, StepPlan
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.forward import ForwardRunner
@@ -29,8 +29,7 @@ from minivllm.sampling.base import Sampled
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.verify import Verifier
 from minivllm.spec_decode.base import Proposer
-
-NO_DISTRIBUTION = "the logits are NaN or all masked: no token can be chosen (check the weights and the dtype)"
+from minivllm.upload import upload
 
 
 @dataclass(slots=True)
@@ -93,7 +92,7 @@ class ModelRunner:
         samples = batch.sample_tokens
         if not len(samples):
             return Sampled(np.empty(0, np.int64), [], kept=np.empty(0, np.int64))
-        logits = self.model.logits(hidden[torch.from_numpy(samples).to(hidden.device)])
+        logits = self.model.logits(hidden[upload(samples, hidden.device)])
         positions = batch.positions[samples] + 1  # of the token being drawn
         return self.verifier(logits, batch.rows[batch.sample_requests], positions, batch.draft_tokens)
 

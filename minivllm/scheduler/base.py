@@ -97,7 +97,7 @@ class SchedulerBase:
         req.order = self.policy.order(req, self._num_added)
         self._num_added += 1
         self.requests[req.id] = req
-        self._enqueue(req)
+        self.enqueue(req)
 
     def abort(self, req_id: str) -> None:
         req = self.requests.get(req_id)
@@ -161,7 +161,7 @@ class SchedulerBase:
             blocks = self.kv.allocate(child, 0) if num_found and num_places > 0 else None
             if blocks is None:
                 self.kv.free(child)
-                self._enqueue(child)
+                self.enqueue(child)
                 continue
             num_places -= 1
             child.num_computed_tokens = num_found
@@ -170,7 +170,8 @@ class SchedulerBase:
         for req_id in ends:
             self.abort(req_id)
 
-    def _enqueue(self, req: Request) -> None:
+    def enqueue(self, req: Request) -> None:
+        """To its place in the queue."""
         insort(self.waiting, req, key=lambda r: _Reversed(r.order))
 
     # --- planning, for schedule()
@@ -185,7 +186,7 @@ class SchedulerBase:
         req.num_computed_tokens = 0
         req.drafts = []
         req.num_preemptions += 1
-        self._enqueue(req)
+        self.enqueue(req)
 
     def _drop_in_flight(self, req: Request) -> None:
         if req.num_in_flight:
@@ -319,7 +320,7 @@ class SchedulerBase:
         if out.is_lost:
             self._take_back(plan, [req_id for req_id in plan.num_tokens if req_id not in dropped])
             return deltas
-        if out.errors and len(out.errors) == len(plan.num_tokens):
+        if out.is_failed:
             self._take_back(plan, ())
         for req_id, num_new in plan.num_tokens.items():
             if req_id in dropped:

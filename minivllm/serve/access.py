@@ -4,6 +4,7 @@ what is slow to import waits until it is needed."""
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from minivllm.serve import rate_limit
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 32 * 2**10
 MAX_WAITING = 1024
+CLIENT_TIMEOUT = 60.0  # seconds
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
@@ -42,6 +44,10 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--rate-burst", type=int, metavar="N", help=f"{what} (the N of --rate-limit)")
     what = "refuse larger request bodies"
     group.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES, metavar="N", help=f"{what} (16 MiB)")
+    what = "let a client go that takes longer to send a request, or leaves its answer unread for so long"
+    group.add_argument(
+        "--client-timeout", type=float, default=CLIENT_TIMEOUT, metavar="SECONDS", help=f"{what} ({CLIENT_TIMEOUT:g})"
+    )
     group.add_argument(
         "--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate chain (off)"
     )
@@ -60,6 +66,8 @@ def app_options(args: argparse.Namespace) -> dict[str, Any]:
         limit = rate_limit.parse(args.rate_limit, args.rate_burst) if args.rate_limit is not None else None
     except ValueError as error:
         fail(f"--rate-limit: {error}")
+    if not 0 < args.client_timeout < math.inf:
+        fail(f"--client-timeout {args.client_timeout:g}: must be above 0, and finite")
     if args.rate_burst is not None and limit is None:
         fail("--rate-burst needs --rate-limit")
     for origin in args.cors_origin:
@@ -73,6 +81,7 @@ def app_options(args: argparse.Namespace) -> dict[str, Any]:
         "rate_limit": limit,
         "isolate_keys": args.isolate_keys,
         "max_body_bytes": args.max_body_bytes,
+        "client_timeout": args.client_timeout,
     }
 
 

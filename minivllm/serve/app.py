@@ -43,7 +43,7 @@ from minivllm.serve import (
 from minivllm.serve import messages_protocol as anthropic
 from minivllm.serve import rerank as ranking
 from minivllm.serve import responses_protocol as newer
-from minivllm.serve.access import MAX_BODY_BYTES
+from minivllm.serve.access import CLIENT_TIMEOUT, MAX_BODY_BYTES
 from minivllm.serve.connection import EventStream, JSONAnswer, read_body
 from minivllm.serve.generation import Service, answer, attach, events
 from minivllm.serve.guard import Guard, Keys
@@ -242,7 +242,17 @@ PAGE_ENDPOINTS = (
         tasks=("generate",),
     ),
 )
-DEBUG_ENDPOINTS = (Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),)
+DEBUG_ENDPOINTS = (
+    Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),
+    Endpoint(
+        "GET",
+        "/debug/process",
+        debug.process,
+        "What the server's process holds: memory, files, tasks, requests",
+        debug.ProcessState,
+        tasks=("generate",),
+    ),
+)
 
 
 def create_app(
@@ -258,6 +268,7 @@ def create_app(
     debug_endpoints: bool = False,
     rate_limit: RateLimit | None = None,
     isolate_keys: bool = True,
+    client_timeout: float = CLIENT_TIMEOUT,
     with_page: bool = True,
     secret: bytes | None = None,
     tracing: Tracing | NoTracing | None = None,
@@ -268,7 +279,8 @@ def create_app(
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
     rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached; secret: of all
     servers of one engine, which keeps keys apart in its cache (guard.Keys).
-    debug_endpoints: with /debug/trace, which shows what the engine does for whom. with_page: the page at /, and
+    client_timeout: seconds that a client may take to send a request, or leave an answer unread (serve/patience.py).
+    debug_endpoints: with those below /debug, which show what the engine does for whom. with_page: the page at /, and
     /debug/live, where it reads what the engine does. tracing: where a span for each request goes; None: nowhere.
     """
     endpoints = ENDPOINTS + PAGE_ENDPOINTS * with_page + DEBUG_ENDPOINTS * debug_endpoints
@@ -308,6 +320,7 @@ def create_app(
     app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting, tracing)
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
+    app.state.client_timeout = client_timeout
     app.state.endpoints = endpoints
     app.state.viewers = set()  # of /debug/live
     app.state.created = int(time.time())

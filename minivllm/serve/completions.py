@@ -17,6 +17,7 @@ from minivllm.serve.generation import (
     Prompt,
     Service,
     check_context,
+    check_length,
     finite,
     new_id,
     prompt_logprobs,
@@ -26,6 +27,7 @@ from minivllm.serve.generation import (
 from minivllm.serve.protocol import Completion, CompletionChoice, CompletionRequest, LegacyLogprobs, Usage, now
 
 DEFAULT_MAX_TOKENS = 16
+MAX_SEQUENCES = 2048  # of one request
 Positions = list[dict[int, Logprob] | None]
 
 
@@ -40,7 +42,11 @@ async def prepare(body: CompletionRequest, service: Service) -> tuple[Job, Compl
         raise BadRequest("best_of above n does not go with stream=true: the best are known at the end", "best_of")
     elif body.echo and body.logprobs is not None:
         params = params.replace(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    prompts = [await as_prompt(item, service) for item in as_list(body.prompt)]
+    given = as_list(body.prompt)
+    if (num_sequences := len(given) * params.num_sequences) > MAX_SEQUENCES:
+        what = f"{len(given)} prompts with {params.num_sequences} outputs each are {num_sequences} sequences"
+        raise BadRequest(f"{what}; {MAX_SEQUENCES} at most in one request", "prompt")
+    prompts = [await as_prompt(item, service) for item in given]
     check_context(service, prompts, max_tokens, "prompt", "max_tokens")
     job = Job(service, new_id("cmpl"), prompts, params, body, score_only=max_tokens == 0)
     return job, CompletionShape(job.id, service, body)
@@ -60,6 +66,7 @@ def as_list(prompt: str | list[str | int | list[int]], name: str = "prompt") -> 
 async def as_prompt(item: str | list[int], service: Service) -> Prompt:
     if isinstance(item, str):
         return await tokenize(service, item, add_special_tokens=True)
+    check_length(service, len(item), "prompt")
     check_ids(item, service, "prompt")
     return Prompt(item, service.engine.tokenizer.decode(item, skip_special_tokens=False))
 

@@ -12,26 +12,50 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from minivllm.serve import errors
+from minivllm.serve.patience import SLOWEST
 
 R = TypeVar("R")
+LONGEST_LENGTH = 18  # digits: a longer number is no size of anything, and slow to read
+UNTOLD = ("", "application/x-www-form-urlencoded", "text/plain")
 
 
 async def read_body(request: Request) -> bytes:
-    limit = request.app.state.max_body_bytes
+    """Raises ApiError 415 for what is not called JSON, 413 for too much of it, 408 for what comes too slowly."""
+    _check_media_type(request.headers)
+    limit, patience = request.app.state.max_body_bytes, request.app.state.client_timeout
     length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > LONGEST_LENGTH or int(length) > limit):
+        raise errors.too_large(limit)
     data = bytearray()
-    if not (length.isdecimal() and int(length) > limit):
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > limit:
-                break
-        else:
-            return bytes(data)
-    raise errors.ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+    begin = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(patience) as deadline:
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > limit:
+                    raise errors.too_large(limit)
+                deadline.reschedule(begin + patience + len(data) / SLOWEST)
+    except TimeoutError:
+        raise errors.too_slow(patience) from None
+    return bytes(data)
+
+
+def _check_media_type(headers: Headers) -> None:
+    """JSON, or what a tool that was told nothing calls it (curl -d: a form). A page in a browser may send only such
+    types to a server that has not asked for it (CORS), so from there it must be JSON."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    if not is_json and (kind not in UNTOLD or (kind and "origin" in headers)):
+        raise errors.ApiError(
+            415, f"the body must be application/json, not {kind[:100]}", code="unsupported_media_type"
+        )
+    if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise errors.ApiError(415, f"content-encoding {coding[:100]} is not supported", code="unsupported_media_type")
 
 
 async def watched(work: Coroutine[Any, Any, R], receive: Receive, closing: asyncio.Future) -> R:

@@ -1,9 +1,13 @@
-"""/debug/trace: what the engine did last, to be opened in ui.perfetto.dev while it serves."""
+"""/debug/trace: what the engine did last, to be opened in ui.perfetto.dev while it serves. /debug/process: what the
+server's own process holds, which is the same again whenever nobody asks for anything."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 
+import msgspec
+import psutil
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,3 +35,25 @@ def replica_of(request: Request) -> int:
     if not (asked.isdecimal() and len(asked) < 10 and int(asked) < number):
         raise BadRequest(f"replica must be a number from 0 to {number - 1} (engine.replicas), got {asked}", "replica")
     return int(asked)
+
+
+class ProcessState(msgspec.Struct):
+    rss_bytes: int
+    open_files: int  # and connections
+    threads: int
+    tasks: int  # of the event loop, this request's own among them
+    open_sequences: int  # asked of the engine, whose answers are not complete
+    known_requests: int  # whose outputs the front end expects
+
+
+async def process(request: Request) -> Response:
+    service, this = request.app.state.service, psutil.Process()
+    state = ProcessState(
+        rss_bytes=this.memory_info().rss,
+        open_files=this.num_fds(),
+        threads=threading.active_count(),
+        tasks=len(asyncio.all_tasks()),
+        open_sequences=service.num_open,
+        known_requests=service.engine.num_requests,
+    )
+    return Response(msgspec.json.encode(state), media_type="application/json")

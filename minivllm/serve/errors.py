@@ -20,6 +20,7 @@ from minivllm.serve.messages_protocol import MessageError, MessageErrorDetail
 from minivllm.serve.protocol import ErrorBody, ErrorDetail
 
 RETRY_SECONDS = 1  # when a client that was turned away may try again
+LONGEST_MESSAGE, LONGEST_PARAM = 2000, 200  # characters
 
 logger = logging.getLogger("minivllm.serve")
 
@@ -54,6 +55,24 @@ def replica_dead() -> ApiError:
     return error
 
 
+def too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
+
+
+def ambiguous_length() -> ApiError:
+    """What follows on this connection may be the rest of a body, or not (RFC 9112, 6.3)."""
+    error = ApiError(400, "content-length and transfer-encoding exclude each other", code="ambiguous_length")
+    error.headers["connection"] = "close"
+    return error
+
+
+def too_slow(seconds: float) -> ApiError:
+    """The rest of the body may still come, so this connection is of no use any more."""
+    error = ApiError(408, f"the body has not come within {seconds:g} s (--client-timeout)", code="request_timeout")
+    error.headers["connection"] = "close"
+    return error
+
+
 def too_many_viewers(most: int) -> ApiError:
     error = ApiError(429, f"{most} clients watch the engine already; close one", code="too_many_viewers")
     error.headers["retry-after"] = str(RETRY_SECONDS)
@@ -82,6 +101,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(404, str(error), code="model_not_found", param=error.param)
     if isinstance(error, BadRequest):
         return ApiError(400, str(error), param=error.param)
+    if isinstance(error, RecursionError):  # only what a client has sent is nested as deep as it likes
+        return ApiError(400, "the request is nested too deeply", code="nested_too_deeply")
     if isinstance(error, ClientDisconnect):
         return client_left()
     if isinstance(error, ReplicaDead):
@@ -91,12 +112,19 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "an internal error ended this request; the server's log has the details", "internal_error")
 
 
+def text_of(error: ApiError) -> str:
+    """A message may quote what was sent, which may be megabytes."""
+    message = str(error)
+    return message if len(message) <= LONGEST_MESSAGE else message[:LONGEST_MESSAGE] + " ..."
+
+
 def body(error: ApiError) -> bytes:
     kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
         error.status, "invalid_request_error"
     )
     kind = "server_error" if error.status >= 500 else kind
-    return msgspec.json.encode(ErrorBody(ErrorDetail(str(error), kind, error.param, error.code)))
+    param = error.param and error.param[:LONGEST_PARAM]
+    return msgspec.json.encode(ErrorBody(ErrorDetail(text_of(error), kind, param, error.code)))
 
 
 @contextmanager
@@ -117,7 +145,7 @@ def message_body(error: ApiError) -> bytes:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
     kind = kinds.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return msgspec.json.encode(MessageError(MessageErrorDetail(kind, str(error))))
+    return msgspec.json.encode(MessageError(MessageErrorDetail(kind, text_of(error))))
 
 
 def event(error: ApiError) -> bytes:
@@ -163,5 +191,6 @@ HANDLERS = {
     BadRequest: on_error,
     EngineDead: on_error,
     ClientDisconnect: on_error,
+    RecursionError: on_error,
     Exception: on_error,  # Starlette raises it again once answered, and uvicorn logs the traceback
 }

@@ -27,6 +27,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
 from minivllm.engine.output import CompletionOutput, RequestOutput
 from minivllm.errors import BadRequest
+from minivllm.plan import NO_DISTRIBUTION
 from minivllm.registry import did_you_mean
 from minivllm.request import BeamSearchParams, SamplingParams
 from minivllm.serve import errors
@@ -119,7 +120,7 @@ class Job:
         try:
             async with aclosing(merge([self._generate(i, kind) for i in range(len(self.prompts))])) as merged:
                 async for i, output in merged:
-                    raise_if_failed(output)
+                    raise_if_failed(output, self.params)
                     if self.score_only:
                         drop_answer(output)
                     self._count(i, output)
@@ -127,6 +128,8 @@ class Job:
                         del unfinished[i]
                     yield i, output
         except BadRequest:
+            for i in unfinished:
+                self.service.tracing.forget(self, self._request_id(i))
             unfinished.clear()  # refused: it has never been a request of the engine
             raise
         except Exception:
@@ -236,8 +239,10 @@ def event(data: Struct) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(data)
 
 
-def raise_if_failed(output: RequestOutput) -> None:
+def raise_if_failed(output: RequestOutput, params: SamplingParams | BeamSearchParams) -> None:
     """An engine-side failure or abort is no answer: the client is told, with a status that says whose fault it is."""
+    if output.error == NO_DISTRIBUTION and isinstance(params, SamplingParams) and params.restricts:
+        raise BadRequest("no token may follow: what the request allows and what it forbids leave nothing to choose")
     if output.error:
         errors.logger.error("request %s: %s", output.request_id, output.error)
         raise errors.ApiError(500, "the engine could not finish this request", code="internal_error")
@@ -301,15 +306,21 @@ def check_context(service: Service, prompts: list[Prompt], max_tokens: int | Non
     limit = service.engine.max_model_len
     for prompt in prompts:
         length = len(prompt.token_ids)
-        if not length:
-            raise BadRequest("the prompt has no tokens", prompt_name)
-        if length >= limit:
-            room = f"this model's context is {limit} tokens, at least one of which must be left for the answer"
-            raise errors.context_length(f"the prompt is {length} tokens; {room}. Shorten the prompt.", prompt_name)
+        check_length(service, length, prompt_name)
         if max_tokens is not None and length + max_tokens > limit:
             total = f"{length} (prompt) + {max_tokens} ({max_name}) = {length + max_tokens} tokens"
             fix = f"Ask for {limit - length} at most."
             raise errors.context_length(f"{total}; this model's context is {limit} tokens. {fix}", max_name)
+
+
+def check_length(service: Service, length: int, prompt_name: str) -> None:
+    """length: of a prompt, in tokens. Raises ApiError 400."""
+    limit = service.engine.max_model_len
+    if not length:
+        raise BadRequest("the prompt has no tokens", prompt_name)
+    if length >= limit:
+        room = f"this model's context is {limit} tokens, at least one of which must be left for the answer"
+        raise errors.context_length(f"the prompt is {length} tokens; {room}. Shorten the prompt.", prompt_name)
 
 
 def finite(logprob: float) -> float:

@@ -95,6 +95,9 @@ class Guard:
         # h11's own limit is on headers that come in pieces, whose end it has to wait for.
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             return errors.ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large")
+        names = {name for name, _ in scope["headers"]}
+        if b"transfer-encoding" in names and b"content-length" in names:  # a proxy may see another request than we do
+            return errors.ambiguous_length()
         if not self._allowed(scope):
             return errors.ApiError(401, WRONG_KEY, "invalid_api_key")
         wait = self._wait(scope)

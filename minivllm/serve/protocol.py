@@ -23,9 +23,11 @@ from minivllm.serve.structured import structured_params
 
 T = TypeVar("T", bound="RequestBody")
 
-Positive = Annotated[int, Meta(ge=1)]
-NotNegative = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
+MAX_TOOLS = 1024
+MAX_ITEMS = 16_384  # of a list that is looked at item by item: as many messages are longer than any context
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 
 
@@ -158,7 +160,7 @@ class Message(RequestBody):
         Literal["system", "developer", "user", "assistant", "tool", "function"],
         doc("developer is read as system; function, the older name of tool, is refused."),
     ]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_ITEMS)] | None = None
     name: Annotated[str | None, doc("Handed to the chat template.")] = None
     refusal: Annotated[str | None, accepted()] = None
     annotations: Annotated[list[Any] | None, accepted()] = None
@@ -210,7 +212,7 @@ class AllowedTools(RequestBody, tag_field="type", tag="allowed_tools"):
 
 
 class ChatRequest(Sampling, kw_only=True):
-    messages: list[Message]
+    messages: Annotated[list[Message], Meta(max_length=MAX_ITEMS)]
     max_completion_tokens: Annotated[Positive | None, doc("null: as many as the context has room for.")] = None
     max_tokens: Annotated[Positive | None, doc("The older name of max_completion_tokens.")] = None
     logprobs: bool | None = None
@@ -220,7 +222,9 @@ class ChatRequest(Sampling, kw_only=True):
         None
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, doc("vLLM's: variables for the chat template.")] = None
-    tools: Annotated[list[Tool] | None, doc("Functions that the model may call.")] = None
+    tools: Annotated[
+        Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None, doc("Functions that the model may call.")
+    ] = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
         doc("null: auto if there are tools. With none the model is not told of them."),
@@ -282,12 +286,13 @@ def parse(data: bytes, kind: type[T]) -> T:
 
 
 def refuse_unsupported(body: Struct, path: str = "") -> None:
-    for field in msgspec.structs.fields(body):
-        value, name = getattr(body, field.name), f"{path}{field.name}"
-        refusal = _refusal(field)
+    for field, refusal in _refusals(type(body)):
+        value = getattr(body, field)
+        if value is None:
+            continue
         if refusal and value not in refusal["no_ops"]:
-            raise BadRequest(f"{name} is not supported: {refusal['refused']}. Leave it out.", name)
-        for inner_path, inner in _structs_in(value, name):
+            raise BadRequest(f"{path}{field} is not supported: {refusal['refused']}. Leave it out.", f"{path}{field}")
+        for inner_path, inner in _structs_in(value, f"{path}{field}"):
             refuse_unsupported(inner, f"{inner_path}.")
 
 
@@ -296,6 +301,12 @@ def _structs_in(value: Any, name: str) -> Iterator[tuple[str, Struct]]:
         yield name, value
     elif isinstance(value, list):
         yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Struct))
+
+
+@functools.cache
+def _refusals(kind: type[Struct]) -> tuple[tuple[str, dict[str, Any] | None], ...]:
+    """Each field, and what is said of it if it is refused: looking that up takes longer than decoding a request."""
+    return tuple((field.name, _refusal(field)) for field in msgspec.structs.fields(kind))
 
 
 def _refusal(field: msgspec.structs.FieldInfo) -> dict[str, Any] | None:

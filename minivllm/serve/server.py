@@ -19,6 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from minivllm.serve.access import MAX_HEADER_BYTES
+from minivllm.serve.patience import PatientProtocol, allow_many_connections
 
 GRACE_SECONDS = 3
 
@@ -35,7 +36,7 @@ class Server(uvicorn.Server):
         of theirs means that an address is taken."""
         config = uvicorn.Config(
             app,
-            http="h11",  # the only one with a limit on headers
+            http=PatientProtocol,  # on h11, the only one with a limit on headers
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
             access_log=False,  # serve/request_log.py
@@ -49,6 +50,7 @@ class Server(uvicorn.Server):
 
     def run_on(self, listener: socket.socket) -> int:
         """Serve until a signal; the exit code."""
+        allow_many_connections()
         self.run(sockets=[listener])
         return 0 if self.started else 1
 

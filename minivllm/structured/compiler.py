@@ -78,6 +78,8 @@ class GrammarCompiler:
                 return self._backend(name, cls).compile(params)
             except Unsupported as e:
                 reasons.append((name, str(e).removeprefix(f"{params.field}: ")))
+            except RecursionError:
+                reasons.append((name, f"{params.kind}: nested too deeply"))
         if len(reasons) == 1:
             raise params.error(f"{reasons[0][1]} (structured.backend={reasons[0][0]})")
         raise params.error("no backend can do this. " + "; ".join(f"{name}: {why}" for name, why in reasons))

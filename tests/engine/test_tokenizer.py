@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import time
 
+import jinja2
 import pytest
 import tiny_tokenizers as tiny
 from hypothesis import given, settings
@@ -152,6 +154,44 @@ def test_templates_cannot_leave_their_sandbox_nor_change_the_messages():
         render("{{ messages.append(1) }}")
     with pytest.raises(BadRequest, match="refuses"):
         render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+     "{% set many = range(99999) | list %}{% for i in many %}{% for j in many %}{% endfor %}{% endfor %}",
+     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+     "{{ 'x' * 10 ** 10 }}", "{{ 10 ** 10 * 'x' }}", "{{ [1] * 10 ** 10 }}", "{{ 9 ** 99 ** 9 }}",
+     "{{ 9 ** 60 ** 60 ** 60 }}",
+     "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+     "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+     "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
+     "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x.join(['', ns.x, '']) %}{% endfor %}",
+     "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x.replace('x', 'xx') %}{% endfor %}",
+     "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x | replace('x', 'xx') %}{% endfor %}",
+     "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}"
+     "{% set ns.x = y %}{% endfor %}",
+     "{{ '%1000000000d' % 1 }}", "{{ '%*d' % (10 ** 9, 1) }}", "{{ '{:>1000000000}'.format(1) }}",
+     "{{ '{:{}}'.format(1, 10 ** 9) }}", "{{ '%1000000000d' | format(1) }}", "{{ 'x'.ljust(10 ** 10) }}",
+     "{{ 'x' | center(10 ** 10) }}", "{{ 'x' | indent(10 ** 10, true) }}", "{{ [1] | tojson(indent=10 ** 10) }}",
+     "{{ lipsum(n=10 ** 6) }}"],
+)  # fmt: skip
+def test_templates_that_would_run_or_grow_without_end_are_stopped(template):
+    begin = time.perf_counter()
+    with pytest.raises(BadRequest, match="refuses"):
+        render(template)
+    assert time.perf_counter() - begin < 10
+
+
+def test_what_templates_do_with_loops_and_texts_is_as_in_jinja():
+    template = """{%- for x in [3, 1, 2] if x > 1 -%}
+    {{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ',' }}{{ loop.nextitem }}{{ loop.previtem }}
+    {%- endfor %} {{ [1, 2] | join(', ') }} {{ [{'a': 1}, {'a': 2}] | join('-', 'a') }} {{ 'aXbX' | replace('X', 'y') }}
+    {%- for key, value in {'k': 1} | items %} {{ key ~ value ~ true }}{% endfor %} {{ '%s in 2024' | format(5) }}
+    {%- set block | upper %} block{% endset %}{{ block }} {{ 'a,b'.replace(',', ';') }} {{ '-'.join('xy') }}
+    {%- for x in missing %}{{ x }}{% else %} none{% endfor %}{{ 'a\nb' | indent(2) }} {{ 2 ** 10 }} {{ '%d%%' % 5 }}"""
+    assert render(template) == jinja2.Template(template, trim_blocks=True, lstrip_blocks=True).render()
 
 
 def test_tool_call_arguments_are_objects_for_the_template():

@@ -30,8 +30,7 @@ export class BlockMap {
 
   /** highlight: {name, blocks: [[first, number]], ended} of a request, or null. */
   draw({ blocks, block_size: blockSize }, highlight) {
-    const states = parse(blocks);
-    const numbers = Object.fromEntries(STATES.map((name, i) => [name, states.reduce((n, state) => n + (state === i), 0)]));
+    const { states, numbers } = parse(blocks);
     this.total = states.length;
     this.inUse = numbers.used + numbers.shared;
     const grid = layout(states.length, this.element.clientWidth - 42);
@@ -51,10 +50,18 @@ function tell({ name, blocks, ended }) {
   return ended ? `Request ${name} has ended; it had the ${number} with an outline.` : `Request ${name} has the ${number} with an outline.`;
 }
 
-function parse(runs) {
-  const states = [];
-  for (const [, letter, length] of runs.matchAll(/([fcus])(\d+)/g)) states.push(...Array(Number(length)).fill("fcus".indexOf(letter)));
-  return states;
+/** "f3u2" as {states: [0, 0, 0, 2, 2], numbers: {free: 3, cached: 0, used: 2, shared: 0}}. */
+function parse(text) {
+  const runs = [...text.matchAll(/([fcus])(\d+)/g)].map(([, letter, length]) => ["fcus".indexOf(letter), Number(length)]);
+  const states = new Uint8Array(runs.reduce((sum, [, length]) => sum + length, 0));
+  const numbers = Object.fromEntries(STATES.map((name) => [name, 0]));
+  let at = 0;
+  for (const [state, length] of runs) {
+    states.fill(state, at, at + length);
+    numbers[STATES[state]] += length;
+    at += length;
+  }
+  return { states, numbers };
 }
 
 function layout(number, width) {

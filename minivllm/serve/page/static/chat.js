@@ -169,6 +169,7 @@ class Chat extends HTMLElement {
   #update() {
     const answering = Boolean(this.#abort);
     this.send.textContent = answering ? "Stop" : "Send";
+    this.send.classList.toggle("primary", !answering);
     this.copyAll.disabled = !this.#turns.length || answering;
     this.clear.disabled = !this.#turns.length;
     for (const { answer } of this.#turns) answer?.toggleAttribute("data-last", answer === this.#turns.at(-1).answer && !answering);

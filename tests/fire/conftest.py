@@ -1,0 +1,1 @@
+from serve.conftest import eventually_fixture, fake_engine, serving_fixture  # noqa: F401
