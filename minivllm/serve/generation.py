@@ -129,6 +129,8 @@ class Job:
                         del unfinished[i]
                     yield i, output
         except BadRequest:
+            for i in unfinished:
+                self.service.tracing.forget(self, self._request_id(i))
             unfinished.clear()  # refused: it has never been a request of the engine
             raise
         except Exception:

@@ -49,6 +49,9 @@ class NoTracing:
     def end(self, job: Traced, request_id: str, reason: str, output: RequestOutput | None, num_tokens: int) -> None:
         pass
 
+    def forget(self, job: Traced, request_id: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -67,7 +70,7 @@ class Tracing:
         """A request has ended. output: its last one; None if it was aborted or failed. num_tokens: of all choices."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        joined = [self._joined.pop(req_id, None) for req_id in sequence_ids(request_id, job.params.num_sequences)][0]
+        joined = self.forget(job, request_id)
         wall = time.time_ns()
         span = self._tracer.start_span(
             "llm_request",
@@ -82,6 +85,11 @@ class Tracing:
             span.set_attribute("error.type", reason)
             span.set_status(Status(StatusCode.ERROR, reason))
         span.end(wall)
+
+    def forget(self, job: Traced, request_id: str) -> float | None:
+        """A request that has no span, or has had it; when its first step began, if it did."""
+        ids = sequence_ids(request_id, job.params.num_sequences)
+        return [self._joined.pop(req_id, None) for req_id in ids][0]
 
     def close(self) -> None:
         """Send what is left, if that takes no longer than FLUSH_SECONDS: no collector keeps a server from ending."""
