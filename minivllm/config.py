@@ -215,20 +215,20 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-# The system that the book has come to by a chapter. From there to the next one, each chapter turns its own switches.
-MILESTONES = {0: "naive", 1: "naive", 5: "orca-max", 6: "v0", 8: "v0", 12: "v1"}
+# The system that the book has come to by a chapter. Behind V0, each chapter turns its own switches.
+MILESTONES = {0: "naive", 5: "orca-max", 6: "v0", 12: "v1"}
+FIRST_TURN = 9
 
 
 def preset_overrides(name: str) -> dict[str, Any]:
     """What a preset sets. ch00, ch01 ... are the engine as of a chapter of the book: the last milestone's preset,
-    without what the feature table ascribes to the chapters since. Raises ConfigError for an unknown name.
+    without what the chapters since have turned. Raises ConfigError for an unknown name.
     """
     if matched := re.fullmatch(r"ch(\d\d)", name):
         chapter = int(matched[1])
-        start = max(first for first in MILESTONES if first <= chapter)
-        since = {f.field for f in FEATURES if f.chapter and start < int(f.chapter) <= chapter}
-        system = PRESETS[MILESTONES[start]].overrides
-        return {field: value for field, value in system.items() if field not in since}
+        system = PRESETS[MILESTONES[max(first for first in MILESTONES if first <= chapter)]].overrides
+        turned = {f.field for f in FEATURES if f.chapter and FIRST_TURN <= int(f.chapter) <= chapter}
+        return {field: value for field, value in system.items() if field not in turned}
     if name not in PRESETS:
         hint = did_you_mean(name, list(PRESETS))
         raise ConfigError(f'no preset "{name}".{hint} Presets: {", ".join(PRESETS)}; or ch06: as of chapter 6')

@@ -345,7 +345,7 @@ FEATURES: tuple[Feature, ...] = (
         "who guesses the next tokens, so that one forward can check several: nobody, a look-up of what followed the "
         "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency), a "
         "smaller model (draft), the model's first layers (self_draft), heads on its hidden states (eagle, medusa)",
-        chapter="18",
+        chapter="15",
         workload="fixed",
         metric="tpot_p50",
     ),
@@ -356,7 +356,7 @@ FEATURES: tuple[Feature, ...] = (
         "match",
         "which guesses become output: those that the request's own draw gives (the same tokens as without), or by "
         "rejection sampling (other tokens, the same distribution)",
-        chapter="18",
+        chapter="15",
         workload="fixed",
         metric="tpot_p50",
     ),
@@ -366,7 +366,7 @@ FEATURES: tuple[Feature, ...] = (
         (True, False),
         True,
         "guess less, down to nothing, where a forward over more tokens takes longer than the guesses save",
-        chapter="18",
+        chapter="15",
         workload="fixed",
         metric="tpot_p50",
     ),

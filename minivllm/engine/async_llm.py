@@ -252,7 +252,7 @@ class AsyncLLM(EngineHandle):
         """A core is gone. Of several, its requests have been refused; of the last one's the others go with it."""
         self.dead_replicas.add(message.replica)
         self._stalls.pop(message.replica, None)
-        self.stats.on_part_end(message.replica)  # else who admits by these would wait for a report that never comes
+        self.stats.on_replica_end(message.replica)
         if len(self.dead_replicas) == len(self.stats.parts):
             self._dead = message.error.exception()
             self._post(self._fail_all, self._dead)

@@ -23,7 +23,7 @@ class SummedStats(EngineStats):
         self.parts[replica].num_stalled += 1
         self._sum()
 
-    def on_part_end(self, replica: int) -> None:
+    def on_replica_end(self, replica: int) -> None:
         self.parts[replica].on_end()
         self._sum()
 

@@ -238,7 +238,7 @@ PAGE_ENDPOINTS = (
         "/debug/live",
         live.live,
         "The engine as it runs: an event about four times a second, while there is news",
-        streams=live.LiveEvent,
+        streams=live.Look,
         tasks=("generate",),
     ),
 )

@@ -29,14 +29,6 @@ async def trace(request: Request) -> Response:
     return Response(data, media_type="application/json", headers=name)
 
 
-def replica_of(request: Request) -> int:
-    """Which of several engine cores is asked for: ?replica=0."""
-    asked, number = request.query_params.get("replica", "0"), request.app.state.service.engine.config.engine.replicas
-    if not (asked.isdecimal() and len(asked) < 10 and int(asked) < number):
-        raise BadRequest(f"replica must be a number from 0 to {number - 1} (engine.replicas), got {asked}", "replica")
-    return int(asked)
-
-
 class ProcessState(msgspec.Struct):
     rss_bytes: int
     open_files: int  # and connections
@@ -57,3 +49,11 @@ async def process(request: Request) -> Response:
         known_requests=service.engine.num_requests,
     )
     return Response(msgspec.json.encode(state), media_type="application/json")
+
+
+def replica_of(request: Request) -> int:
+    """Which of several engine cores is asked for: ?replica=0."""
+    asked, number = request.query_params.get("replica", "0"), request.app.state.service.engine.config.engine.replicas
+    if not (asked.isdecimal() and len(asked) < 10 and int(asked) < number):
+        raise BadRequest(f"replica must be a number from 0 to {number - 1} (engine.replicas), got {asked}", "replica")
+    return int(asked)

@@ -49,12 +49,6 @@ def queue_full() -> ApiError:
     return error
 
 
-def replica_dead() -> ApiError:
-    error = ApiError(503, "the replica that ran this request has ended; send the request again", code="replica_dead")
-    error.headers["retry-after"] = str(RETRY_SECONDS)
-    return error
-
-
 def too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
 
@@ -70,6 +64,12 @@ def too_slow(seconds: float) -> ApiError:
     """The rest of the body may still come, so this connection is of no use any more."""
     error = ApiError(408, f"the body has not come within {seconds:g} s (--client-timeout)", code="request_timeout")
     error.headers["connection"] = "close"
+    return error
+
+
+def replica_dead() -> ApiError:
+    error = ApiError(503, "the replica that ran this request has ended; send the request again", code="replica_dead")
+    error.headers["retry-after"] = str(RETRY_SECONDS)
     return error
 
 

@@ -178,8 +178,9 @@ class Lane(NamedTuple):
         return [(a, began[b]) for a, b in self.gaps(req_id) if began[b] - a >= shortest]
 
     def longest_gap(self, until: float = math.inf) -> float:
-        """Of all requests, in ms; 0 before anybody's second token."""
-        return max((b - a for req_id in self.arrivals for a, b in self.gaps(req_id, until)), default=0.0)
+        """Of all requests, in ms; a wait that goes on at `until` counts as far as it has come."""
+        gaps = (gap for req_id in self.arrivals for gap in self.gaps(req_id))
+        return max((min(b, until) - a for a, b in gaps if a < until), default=0.0)
 
 
 def lane(found: Trace) -> Lane:

@@ -144,6 +144,14 @@ def test_stop_ends_the_answer_and_the_request(open_page, servers):
     assert re.search(r"num_requests_running\{[^}]*\} 0\.0", metrics), "the engine still works on it"
 
 
+def test_a_double_click_on_send_does_not_stop_what_it_sent(open_page):
+    page = open_page()
+    set_up(page)
+    page.get_by_label("Message").fill("Hello")
+    page.get_by_role("button", name="Send").dblclick()
+    expect(answered(page).locator(".stats")).to_contain_text("cut at max tokens")
+
+
 def test_regenerate_clear_and_the_same_seed(open_page):
     page = open_page()
     set_up(page)
