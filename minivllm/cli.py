@@ -45,6 +45,7 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "spec_decode.ngram_max": "longest run of tokens that the ngram method looks up",
     "spec_decode.suffix_tokens": "tokens of earlier outputs that the suffix method remembers",
     "executor.num_threads": "threads of the CPU backend; by default the cores that this process may use",
+    "engine.replicas": "engine cores side by side, each a process with its share of memory and cores",
     "engine.step_timeout": "seconds after which a step that still runs is reported; 0: never",
     "engine.log_format": "of a core in a process of its own: text, or json",
     "debug.recent_steps": "steps that the server's /debug/trace can show",
@@ -55,6 +56,9 @@ FIELD_HELP = {  # of the fields that have no row in the feature table
     "scheduler.max_num_seqs": "requests in a step at most",
     "scheduler.max_num_batched_tokens": "tokens in a step at most",
 }
+
+
+ALIASES = {"data_parallel_size": ("--replicas",)}  # our own names beside vLLM's
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -135,15 +139,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     for name, dotted in VLLM_NAMES.items():
         default, feature = defaults.get(dotted), features.get(dotted)
         what = FIELD_HELP.get(name) or FIELD_HELP.get(dotted) or feature.what
-        flag = f"--{name.replace('_', '-')}"
+        flags = (*ALIASES.get(name, ()), f"--{name.replace('_', '-')}")
         if isinstance(default, bool) or name == "enable_prefix_caching":
             action, shown = argparse.BooleanOptionalAction, "on" if default not in (False, "none") else "off"
-            group.add_argument(flag, action=action, default=None, help=f"{what} ({shown})")
+            group.add_argument(*flags, dest=name, action=action, default=None, help=f"{what} ({shown})")
         else:
             choices = f" [{' | '.join(map(str, feature.options))}]" if feature and name not in FIELD_HELP else ""
             shown = "automatic" if default is None else default
             metavar = name.rpartition("_")[2].upper()
-            group.add_argument(flag, default=None, metavar=metavar, help=f"{what}{choices} ({shown})")
+            group.add_argument(*flags, dest=name, default=None, metavar=metavar, help=f"{what}{choices} ({shown})")
     group = parser.add_argument_group("features", "every other option; `python -m minivllm features` lists them")
     presets = "; ".join(f"{name}: {preset.what}" for name, preset in PRESETS.items())
     group.add_argument(

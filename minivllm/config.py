@@ -90,6 +90,8 @@ class ExecutorConfig(Section):
 
 class EngineSection(Section):
     core: Literal["inproc", "process"] = "inproc"
+    replicas: int = 1  # engine cores side by side
+    router: str = "prefix"  # which of them a request goes to
     overlap: int = 1  # steps in flight: 2 plans the next one while one runs
     restart: bool = True  # AsyncLLM and the server: start a process that has died again
     step_timeout: float = 300.0  # seconds after which a step that still runs is reported; 0: never
@@ -213,20 +215,20 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-# The system that the book has come to by a chapter. From there to the next one, each chapter turns its own switches.
-MILESTONES = {0: "naive", 5: "orca-max", 6: "v0", 8: "v0", 12: "v1"}
+# The system that the book has come to by a chapter. Behind V0, each chapter turns its own switches.
+MILESTONES = {0: "naive", 5: "orca-max", 6: "v0", 12: "v1"}
+FIRST_TURN = 9
 
 
 def preset_overrides(name: str) -> dict[str, Any]:
     """What a preset sets. ch00, ch01 ... are the engine as of a chapter of the book: the last milestone's preset,
-    without what the feature table ascribes to the chapters since. Raises ConfigError for an unknown name.
+    without what the chapters since have turned. Raises ConfigError for an unknown name.
     """
     if matched := re.fullmatch(r"ch(\d\d)", name):
         chapter = int(matched[1])
-        start = max(first for first in MILESTONES if first <= chapter)
-        since = {f.field for f in FEATURES if f.chapter and start < int(f.chapter) <= chapter}
-        system = PRESETS[MILESTONES[start]].overrides
-        return {field: value for field, value in system.items() if field not in since}
+        system = PRESETS[MILESTONES[max(first for first in MILESTONES if first <= chapter)]].overrides
+        turned = {f.field for f in FEATURES if f.chapter and FIRST_TURN <= int(f.chapter) <= chapter}
+        return {field: value for field, value in system.items() if field not in turned}
     if name not in PRESETS:
         hint = did_you_mean(name, list(PRESETS))
         raise ConfigError(f'no preset "{name}".{hint} Presets: {", ".join(PRESETS)}; or ch06: as of chapter 6')
@@ -302,6 +304,7 @@ def check_options(config: EngineConfig) -> None:
         ("model.max_model_len", 2, None),
         ("executor.num_threads", 1, None),
         ("engine.overlap", 1, 2),  # a third would only wait behind the second
+        ("engine.replicas", 1, 64),
         ("spec_decode.k", 1, 64),
         ("spec_decode.ngram_min", 1, config.spec_decode.ngram_max),
         ("spec_decode.suffix_tokens", 0, None),
@@ -323,6 +326,10 @@ def check_options(config: EngineConfig) -> None:
         raise ConfigError(f"lora.adapters names {len(lora.adapters)}, lora.max_cpu_loras admits {lora.max_cpu_loras}")
     if lora.adapters and not lora.enabled:
         raise ConfigError("lora.adapters needs lora.enabled=true")
+    if config.engine.replicas > 1 and config.engine.core == "inproc":
+        raise ConfigError(
+            f"engine.replicas={config.engine.replicas} needs engine.core=process: each replica is a process of its own"
+        )
     chosen = {}
     for feature in FEATURES:
         value = config.get(feature.field)
@@ -364,6 +371,7 @@ VLLM_NAMES: dict[str, str] = {
     "max_lora_rank": "lora.max_rank",
     "max_cpu_loras": "lora.max_cpu_loras",
     "compile": "runner.compile",
+    "data_parallel_size": "engine.replicas",
 }
 
 # Keys of vLLM's speculative_config -> our field.
@@ -410,6 +418,8 @@ def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             value = "hash" if value else "none"
         if name == "kv_cache_memory_bytes":
             value = str(value)
+        if name == "data_parallel_size" and str(value) != "1":
+            overrides["engine.core"] = "process"
         if name == "compile":
             overrides["runner.forward"] = "auto" if value == "off" else "piecewise"
         overrides[VLLM_NAMES[name]] = value

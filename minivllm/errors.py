@@ -49,3 +49,7 @@ class OutOfBlocks(MinivllmError):
 
 class EngineDead(MinivllmError):
     """The engine's step loop has ended; no request can be served."""
+
+
+class ReplicaDead(EngineDead):
+    """The replica that ran a request has ended; others go on, and can serve it anew."""

@@ -139,6 +139,14 @@ EXECUTORS: Registry = Registry(
     "executor.kind",
     {"uni": "minivllm.executor.uni:UniExecutor", "naive": "minivllm.executor.naive:NaiveExecutor"},
 )
+ROUTERS: Registry = Registry(
+    "engine.router",
+    {
+        "round_robin": "minivllm.engine.routing:RoundRobin",
+        "least_loaded": "minivllm.engine.routing:LeastLoaded",
+        "prefix": "minivllm.engine.routing:Prefix",
+    },
+)
 
 GRAMMARS: Registry = Registry(  # structured.backend=auto asks them in this order
     "structured.backend",
@@ -337,7 +345,7 @@ FEATURES: tuple[Feature, ...] = (
         "who guesses the next tokens, so that one forward can check several: nobody, a look-up of what followed the "
         "text's last tokens before (ngram: in the request itself; suffix: in earlier outputs too, by frequency), a "
         "smaller model (draft), the model's first layers (self_draft), heads on its hidden states (eagle, medusa)",
-        chapter="18",
+        chapter="15",
         workload="fixed",
         metric="tpot_p50",
     ),
@@ -348,7 +356,7 @@ FEATURES: tuple[Feature, ...] = (
         "match",
         "which guesses become output: those that the request's own draw gives (the same tokens as without), or by "
         "rejection sampling (other tokens, the same distribution)",
-        chapter="18",
+        chapter="15",
         workload="fixed",
         metric="tpot_p50",
     ),
@@ -358,7 +366,7 @@ FEATURES: tuple[Feature, ...] = (
         (True, False),
         True,
         "guess less, down to nothing, where a forward over more tokens takes longer than the guesses save",
-        chapter="18",
+        chapter="15",
         workload="fixed",
         metric="tpot_p50",
     ),
@@ -381,6 +389,28 @@ FEATURES: tuple[Feature, ...] = (
         chapter="17",
         workload="fixed",
         metric="throughput",
+    ),
+    Feature(
+        "replicas",
+        "engine.replicas",
+        (1, 2),
+        1,
+        "engine cores side by side (data parallelism): each has the whole model, its own KV and its share of the "
+        "machine; any number",
+        chapter="17",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
+        "router",
+        "engine.router",
+        ROUTERS.names(),
+        "prefix",
+        "which replica a request goes to: each in turn, where fewest sequences live, or where the longest beginning of "
+        "its prompt is cached and the load allows it (SGLang's router)",
+        chapter="17",
+        workload="shared_prefix",
+        metric="ttft_p50",
     ),
     Feature(
         "overlap",
@@ -436,6 +466,7 @@ NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset(
 )
 
 CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(("core", "inproc"), ("replicas", 2), "each replica is a process of its own"),
     *(
         Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read int8 KV; cpu and triton can")
         for attention in ("reference", "sdpa", "flex", "flash", "flashinfer", *ATTENTION_PAIRS)

@@ -96,7 +96,8 @@ class StepOutput:
 
 @dataclass(slots=True)
 class Landing:
-    """A step that a device has been given, in place of its output: the tokens are on their way to the host."""
+    """A step that a device has been given, in place of its output: the tokens are on their way to the host. What land()
+    raises is the device's own failure, behind which no step can run."""
 
     is_here: Callable[[], bool]
     land: Callable[[], StepOutput]  # waits for them; once, and steps in their order

@@ -31,6 +31,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("trace", "trace_recent"),
     ("kv",),
     ("scheduler",),
+    ("upload",),
     ("compile", "attention", "kernels", "layers", "quantization"),
     ("models",),
     ("loading",),

@@ -19,13 +19,13 @@ class Story(NamedTuple):
 
 
 def stories(steps: Iterable[dict[str, Any]]) -> dict[str, Story]:
-    """{request: its story}, in the order in which they first ran. A step of a trace is a dictionary:
+    """{request: its story}, in the order in which they first ran. A step is a dictionary:
 
     {"step": 7, "sched": [["ada", 1, 14], ["ben", 60, 0]], "tokens": {"ada": [905], "ben": [28]},
      "finished": {"ada": ["length", None]}}
 
     step      its number; idle steps, in which nothing ran, have an empty sched
-    sched     a row for each request that ran: [request, tokens computed now, tokens computed before]
+    sched     a row for each request that ran: [request, tokens computed now, and before]
     tokens    {request: new tokens}; a request whose prompt is not computed whole yet has none
     finished  {request: [reason, what stopped it]}; not there in steps in which no request ended
     """

@@ -9,14 +9,15 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-LogitsOf = Callable[[Sequence[int]], Tensor]  # n token ids -> [n, vocab]: the scores of what follows each of them
+LogitsOf = Callable[[Sequence[int]], Tensor]  # n token ids -> [n, vocab]: what follows each
 
 
 def generate_naive(
     logits_of: LogitsOf, prompt: Sequence[int], max_new: int, stop_ids: Collection[int] = ()
 ) -> list[int]:
-    """The next tokens after `prompt`, each the likeliest one: max_new of them, or fewer if one is in stop_ids.
+    """The next tokens after `prompt`, each the likeliest one: max_new, or fewer if one stops it.
 
-    A stop token ends the loop and is the last of what is returned. The caller's prompt stays as it is.
+    A token of stop_ids ends the loop and is the last of what is returned. The caller's prompt stays
+    as it is.
     """
     raise NotImplementedError("yours to write")

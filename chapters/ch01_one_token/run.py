@@ -26,7 +26,7 @@ SECONDS, SMOKE_SECONDS = 2.0, 0.3  # for the runs of one measurement
 
 def one_token(model: Any, tokenizer: TextTokenizer, text: str) -> str:
     token_ids = tokenizer.encode(text)  # letters to numbers
-    logits = all_logits(model, token_ids)  # a score for every token of the vocabulary, after each of these
+    logits = all_logits(model, token_ids)  # a score for every token there is, after each of these
     token = int(logits[-1].argmax())  # after the last one: the likeliest
     return tokenizer.decode([token])  # a number to letters
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-LogitsOf = Callable[[Sequence[int]], Tensor]  # n token ids -> [n, vocab]: the scores of what follows each of them
+LogitsOf = Callable[[Sequence[int]], Tensor]  # n token ids -> [n, vocab]: what follows each
 
 
 def generate_naive(
     logits_of: LogitsOf, prompt: Sequence[int], max_new: int, stop_ids: Collection[int] = ()
 ) -> list[int]:
-    """The next tokens after `prompt`, each the likeliest one: max_new of them, or fewer if one is in stop_ids."""
+    """The next tokens after `prompt`, each the likeliest one: max_new, or fewer if one stops it."""
     text, new = list(prompt), []
     for _ in range(max_new):
         token = int(logits_of(text)[-1].argmax())

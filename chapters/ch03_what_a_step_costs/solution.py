@@ -13,9 +13,15 @@ class Cost(NamedTuple):
     bytes: int  # moved between memory and the processor
 
 
-def step_cost(spec: ModelSpec, requests: Sequence[tuple[int, int]], weight_bytes: int = 2, kv_bytes: int = 2) -> Cost:
-    """One step over `requests`, each as (tokens now, tokens computed before). Sizes are bytes a number."""
-    attention = spec.hidden_size * spec.head_size * 2 * (spec.num_heads + spec.num_kv_heads)  # q, k, v and o
+def step_cost(
+    spec: ModelSpec,
+    requests: Sequence[tuple[int, int]],
+    weight_bytes: int = 2,
+    kv_bytes: int = 2,
+) -> Cost:
+    """One step over `requests`, each (tokens now, tokens computed before). Sizes: bytes a number."""
+    heads = 2 * (spec.num_heads + spec.num_kv_heads)  # of q and o, k and v
+    attention = spec.hidden_size * spec.head_size * heads
     mlp = 3 * spec.hidden_size * spec.intermediate_size  # gate, up and down
     layers, head = spec.num_layers * (attention + mlp), spec.vocab_size * spec.hidden_size
     tokens = sum(now for now, _ in requests)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def sample_top_p(probs: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """probs [S, V] >= 0, top_p [S] in (0, 1], noise [S, V] exponential (mean 1, above 0) -> tokens [S]."""
+    """probs [S, V] >= 0, top_p [S] in (0, 1], noise [S, V] exponential, above 0 -> tokens [S]."""
     ordered = probs.double().sort(-1, descending=True).values
     likelier = ordered.cumsum(-1) - ordered  # the mass before each
     kept = likelier < top_p[:, None] * ordered.sum(-1, keepdim=True)

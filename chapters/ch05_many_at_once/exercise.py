@@ -22,9 +22,9 @@ class Batcher:
         self.waiting: deque[Request] = deque()  # the first to have come is the first
 
     def step(self) -> list[str]:
-        """Fill the free seats, make one token for everybody who sits, and let go of those who have all of theirs.
+        """Fill the free seats, make a token for everybody who sits, let go of those who have all.
 
-        Returns the names of those who got a token, in the order in which they sat down. Whoever gets their last token
-        leaves in the same step, so that the seat is free in the next one.
+        Returns the names of those who got a token, in the order in which they sat down. Whoever
+        gets their last token leaves in the same step, so that the seat is free in the next one.
         """
         raise NotImplementedError("yours to write")

@@ -16,8 +16,8 @@ from minivllm.config import DEFAULT_MODEL
 SEATS = 4
 NUM_PROMPT = 12
 LENGTHS = (40, 6, 10, 24, 8, 36, 5, 12, 30, 7, 16, 9)
-SMOKE_LENGTHS = (20, 4, 6, 12, 5, 16, 4, 7)
-EQUAL, SMOKE_EQUAL = (16,) * 12, (8,) * 8
+SMOKE_LENGTHS = (12, 3, 5, 8, 4, 10, 3, 5)
+EQUAL, SMOKE_EQUAL = (16,) * 12, (4,) * 8
 PER_MARK = 2  # steps for each character of the printed charts
 
 BATCHES = {"scheduler.kind": "static", "scheduler.chunked_prefill": False, "kv.prefix": "none"}

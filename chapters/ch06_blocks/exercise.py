@@ -16,7 +16,7 @@ class OutOfBlocks(Exception):
 class BlockPool:
     """Which blocks are free, and how many block tables name each of the others.
 
-    No method may look through the free blocks: each costs the same in a pool of ten blocks and in one of a million.
+    No method may look through the free blocks: each costs the same in a pool of any size.
     """
 
     def __init__(self, num_blocks: int):
@@ -24,13 +24,16 @@ class BlockPool:
         self.free = OrderedDict.fromkeys(range(num_blocks))  # the next to be taken first
 
     def take(self, n: int) -> list[int]:
-        """The first n free blocks, each named by one table now. OutOfBlocks, and nothing taken, if there are fewer."""
+        """The first n free blocks, each named by one table now.
+
+        OutOfBlocks, and nothing taken, if there are fewer.
+        """
         raise NotImplementedError("yours to write")
 
     def touch(self, block: int) -> None:
-        """One more table names the block. It may be free until now, anywhere among the free ones."""
+        """One more table names the block. It may have been free, anywhere among the others."""
         raise NotImplementedError("yours to write")
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One table fewer names each of them. A block that no table names any more is free, behind all others."""
+        """One table fewer names each. Who is named by none is free, behind all others."""
         raise NotImplementedError("yours to write")

@@ -9,7 +9,11 @@ from torch import Tensor
 
 
 def attend(
-    q: Tensor, read: Callable[[int], tuple[Tensor, Tensor]], table: list[int], length: int, scale: float
+    q: Tensor,
+    read: Callable[[int], tuple[Tensor, Tensor]],
+    table: list[int],
+    length: int,
+    scale: float,
 ) -> Tensor:
     peak, norm, total = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros_like(q)
     for block in table:

@@ -17,11 +17,16 @@ class Request:
 
 
 def make_room(
-    request: Request, running: list[Request], waiting: list[Request], free: list[int], block_size: int
+    request: Request,
+    running: list[Request],
+    waiting: list[Request],
+    free: list[int],
+    block_size: int,
 ) -> bool:
-    """Give `request`, one of those that run, blocks for all of its tokens. False if it had to go itself.
+    """Give `request`, one of those that run, blocks for all of its tokens.
 
-    While too few blocks are free, the last of `running` is preempted: its blocks are free, nothing of it counts as
-    computed, and it is the first to be let in again. Both lists are in order of arrival, before and after.
+    While too few blocks are free, the last of `running` is preempted: its blocks are free, nothing
+    of it counts as computed, and it is the first to be let in again. Both lists are in order of
+    arrival, before and after. False if `request` had to go itself.
     """
     raise NotImplementedError("yours to write")

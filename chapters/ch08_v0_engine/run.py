@@ -16,13 +16,13 @@ from minivllm.request import Request, SamplingParams
 
 BLOCK_SIZE = 16
 NUM_REQUESTS, NUM_PROMPT, NUM_NEW = 6, 32, 24
-SMOKE_REQUESTS = 4
-POOLS, SMOKE_POOLS = (24, 14, 8), (16, 6)  # blocks; the first holds everybody
+SMOKE_REQUESTS, SMOKE_NEW = 4, 12
+POOLS, SMOKE_POOLS = (8, 14, 24), (6, 16)  # blocks; the last holds everybody
 WAYS = ("recompute", "swap")
 
 
-def guests(num_requests: int) -> list[Guest]:
-    return [Guest(f"r{i}", random_tokens(NUM_PROMPT, i), NUM_NEW) for i in range(num_requests)]
+def guests(num_requests: int, num_new: int) -> list[Guest]:
+    return [Guest(f"r{i}", random_tokens(NUM_PROMPT, i), num_new) for i in range(num_requests)]
 
 
 def summary(runs: list[Run]) -> dict[str, Any]:
@@ -38,10 +38,10 @@ def summary(runs: list[Run]) -> dict[str, Any]:
 
 
 def memory_runs(smoke: bool) -> tuple[list[dict[str, Any]], bool]:
-    num_requests, pools = (SMOKE_REQUESTS, SMOKE_POOLS) if smoke else (NUM_REQUESTS, POOLS)
+    pools, crowd = (SMOKE_POOLS, (SMOKE_REQUESTS, SMOKE_NEW)) if smoke else (POOLS, (NUM_REQUESTS, NUM_NEW))
     wanted = {"kv__block_size": BLOCK_SIZE, "kv__preemption": "swap", "kv__swap_memory": "64MiB"}
-    house = House(num_blocks=pools[0], runner__inputs="rebuild", **wanted)
-    house.serve(guests(1), "v0", {"kv.preemption": "swap"})  # the first forwards of a process are slower
+    house = House(num_blocks=pools[-1], runner__inputs="rebuild", **wanted)
+    house.serve(guests(1, 4), "v0", {"kv.preemption": "swap"})  # the first forwards of a process are slower
     rows, tokens = [], []
     for pool in pools:
         runs: dict[str, list[Run]] = {way: [] for way in WAYS}
@@ -49,7 +49,7 @@ def memory_runs(smoke: bool) -> tuple[list[dict[str, Any]], bool]:
             for way in WAYS:
                 note(f"  {pool} blocks, {way}, run {i + 1} of 2")
                 rules = {"kv.num_blocks": pool, "kv.preemption": way}
-                runs[way].append(house.serve(guests(num_requests), "v0", rules))
+                runs[way].append(house.serve(guests(*crowd), "v0", rules))
         rows.append({"blocks": pool, **{way: summary(found) for way, found in runs.items()}})
         tokens += [run.tokens for found in runs.values() for run in found]
     house.close()
@@ -88,7 +88,7 @@ def measure(smoke: bool) -> dict[str, Any]:
         "block_size": BLOCK_SIZE,
         "num_requests": SMOKE_REQUESTS if smoke else NUM_REQUESTS,
         "num_prompt": NUM_PROMPT,
-        "num_new": NUM_NEW,
+        "num_new": SMOKE_NEW if smoke else NUM_NEW,
         "rows": rows,
         "equal": equal,
         "forks": forks(),
@@ -97,7 +97,7 @@ def measure(smoke: bool) -> dict[str, Any]:
 
 def check(results: dict[str, Any]) -> None:
     rows = results["rows"]
-    most, least = rows[0], rows[-1]
+    least, most = rows[0], rows[-1]
     assert results["equal"], "a preemption changed the output"
     for way in WAYS:
         assert most[way]["preemptions"] == 0, "somebody was preempted though all fit"

@@ -14,7 +14,11 @@ class Request:
 
 
 def make_room(
-    request: Request, running: list[Request], waiting: list[Request], free: list[int], block_size: int
+    request: Request,
+    running: list[Request],
+    waiting: list[Request],
+    free: list[int],
+    block_size: int,
 ) -> bool:
     num_missing = -(-len(request.tokens) // block_size) - len(request.blocks)
     while num_missing > len(free):

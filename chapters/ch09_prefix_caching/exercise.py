@@ -55,12 +55,14 @@ class Blocks:
 
 class PrefixCache(Blocks):
     def lookup(self, tokens: Sequence[Hashable]) -> list[int]:
-        """The blocks that hold the longest known beginning of a prompt. Never all of it: the last token must be
-        computed, or there would be nothing to sample from."""
+        """The blocks that hold the longest known beginning of a prompt.
+
+        Never all of it: its last token must be computed, or nothing could be sampled.
+        """
         raise NotImplementedError("yours to write")
 
     def admit(self, tokens: Sequence[Hashable]) -> list[int]:
-        """The block table of a new request: what lookup finds, named once more, then blocks that are taken.
+        """A new request's table: what lookup finds, named once more, then blocks that are taken.
 
         OutOfBlocks, and nothing changed, if that is more than there is.
         """

@@ -15,11 +15,17 @@ class Request:
     num_computed: int = 0  # of these, how many have their K and V in the cache
 
 
-def schedule(running: list[Request], waiting: list[Request], budget: int, max_running: int) -> dict[str, int]:
-    """One step: {request id: how many of its next tokens to compute}, in the order in which they are served.
+def schedule(
+    running: list[Request],
+    waiting: list[Request],
+    budget: int,
+    max_running: int,
+) -> dict[str, int]:
+    """One step: {request id: how many of its next tokens to compute}, in the order of service.
 
-    Those that run come first, then those that wait, each list in its order and nobody overtaken. Whoever is in the
-    plan and was waiting moves from `waiting` to the end of `running`. A step has at most `budget` tokens, and at most
-    `max_running` requests run. A request that gets nothing is not in the plan.
+    Those that run come first, then those that wait, each list in its order and nobody overtaken.
+    Whoever is in the plan and was waiting moves from `waiting` to the end of `running`. A step has
+    at most `budget` tokens, and at most `max_running` requests run. A request that gets nothing is
+    not in the plan.
     """
     raise NotImplementedError("yours to write")

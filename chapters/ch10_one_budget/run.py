@@ -17,9 +17,9 @@ from minivllm.config import DEFAULT_MODEL
 
 CHATS = [f"chat {i}" for i in range(4)]
 LONG = "long"
-NUM_PROMPT, NUM_NEW, NUM_NEW_LONG = 16, 40, 4
+NUM_PROMPT, NUM_NEW, SMOKE_NEW, NUM_NEW_LONG = 16, 40, 28, 4
 ARRIVES = 12  # the long prompt, before this step
-NUM_LONG, SMOKE_LONG = 640, 320
+NUM_LONG, SMOKE_LONG = 640, 256
 BUDGETS, SMOKE_BUDGETS = (32, 64, 128, 256, 512), (32, 256)
 SHOWN = 64  # the budget of the first figure
 V0 = {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.prefix": "none"}
@@ -29,8 +29,8 @@ def v1(budget: int) -> dict[str, Any]:
     return {"scheduler.kind": "unified", "scheduler.max_num_batched_tokens": budget, "kv.prefix": "none"}
 
 
-def guests(num_long: int) -> list[Guest]:
-    chats = [Guest(name, random_tokens(NUM_PROMPT, seed), NUM_NEW) for seed, name in enumerate(CHATS)]
+def guests(num_long: int, num_new: int) -> list[Guest]:
+    chats = [Guest(name, random_tokens(NUM_PROMPT, seed), num_new) for seed, name in enumerate(CHATS)]
     return [*chats, Guest(LONG, random_tokens(num_long, 99), NUM_NEW_LONG, arrives=ARRIVES)]
 
 
@@ -58,14 +58,14 @@ def summary(runs: list[Run]) -> dict[str, Any]:
 
 
 def measure(smoke: bool) -> dict[str, Any]:
-    num_long, budgets = (SMOKE_LONG, SMOKE_BUDGETS) if smoke else (NUM_LONG, BUDGETS)
+    num_long, num_new, budgets = (SMOKE_LONG, SMOKE_NEW, SMOKE_BUDGETS) if smoke else (NUM_LONG, NUM_NEW, BUDGETS)
     rules = {"v0": V0, **{f"v1 {budget}": v1(budget) for budget in budgets}}
     house, runs = House(num_blocks=96), {name: [] for name in rules}
-    house.serve(guests(64), rules=V0)  # the first forwards of a process are slower than the others
+    house.serve(guests(64, 4), rules=V0)  # the first forwards of a process are slower than the others
     for i in range(2):
         for name, how in rules.items():
             note(f"  {name}, run {i + 1} of 2")
-            runs[name].append(house.serve(guests(num_long), rules=how))
+            runs[name].append(house.serve(guests(num_long, num_new), rules=how))
     house.close()
     shown = f"v1 {SHOWN if SHOWN in budgets else budgets[0]}"
     mine = {name: runs[name][0].visits[CHATS[0]].gaps for name in ("v0", shown)}

@@ -12,8 +12,13 @@ class Request:
     num_computed: int = 0  # of these, how many have their K and V in the cache
 
 
-def schedule(running: list[Request], waiting: list[Request], budget: int, max_running: int) -> dict[str, int]:
-    """One step: {request id: how many of its next tokens to compute}, in the order in which they are served."""
+def schedule(
+    running: list[Request],
+    waiting: list[Request],
+    budget: int,
+    max_running: int,
+) -> dict[str, int]:
+    """One step: {request id: how many of its next tokens to compute}, in the order of service."""
     plan: dict[str, int] = {}
     for request in running:
         new_tokens = min(len(request.tokens) - request.num_computed, budget)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    latency: float  # seconds from when the request was wanted to when its answer was there, or its failure
+    latency: float  # seconds from when it was wanted to when its answer was there, or its failure
     late: float  # seconds from when it was wanted to when it was sent
     failed: bool
 
 
 async def offer(ask: Callable[[int], Awaitable[object]], wanted: Sequence[float]) -> list[Answer]:
-    """Send request i, by awaiting ask(i), wanted[i] seconds from now; wanted is in rising order. -> their answers."""
+    """Send request i, by awaiting ask(i), wanted[i] seconds from now, which rise. -> the answers."""
     now = asyncio.get_running_loop().time
     start = now()
 

@@ -50,16 +50,19 @@ def constants(head: Head, page: int, tile: Tile, upcast: bool, kind: int = 0) ->
 
 
 class Scratch:
-    """What splits leave for the join: grows to the largest batch seen, which the warm-up's is."""
+    """What splits leave for the join: grows to the largest batch seen, which the warm-up's is. What it has outgrown is
+    kept, since captured launches go on writing there."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.memory = torch.empty(0, dtype=torch.float32, device=device)
+        self._outgrown: list[Tensor] = []
 
     def take(self, places: int, head_size: int) -> tuple[Tensor, Tensor, Tensor]:
         """partial [places, head_size], peaks [places], norms [places]."""
         size = places * (head_size + 2)
         if self.memory.numel() < size:
+            self._outgrown.append(self.memory)
             self.memory = torch.empty(size, dtype=torch.float32, device=self.device)
         return self.memory[:size].split([places * head_size, places, places])
 

@@ -24,8 +24,9 @@ from minivllm.kernels.triton import (
     shrink_expand,
     w4a16,
 )
-from minivllm.kernels.triton.tiles import Tile, decode_tile, prefill_tile
+from minivllm.kernels.triton.tiles import Tile, attention_tiles
 
+ARCHS = (80, 90, 100)
 ALIGNED = [["tt.divisibility", 16]]  # what the launcher finds out of pointers, and of strides
 
 
@@ -39,6 +40,7 @@ class Shipped(NamedTuple):
     matrix: str = ""  # "": none; "small": tiles of 16 rows, mma.sync on every GPU; "large": the generation's own
     unaligned: tuple[str, ...] = ()  # arguments of which nothing is known
     wide_loads: bool = True  # 16 bytes at a time from global memory
+    archs: tuple[int, ...] = ARCHS  # where it is launched
 
     def attributes(self) -> dict[tuple[int], list]:
         """Divisibility by argument, for ASTSource."""
@@ -54,22 +56,38 @@ class Shape(NamedTuple):
     head: paged.Head
     dtype: str
     page: int
+    kind: int = 0  # of the cache, see codes.py
+    by_head: bool = False  # with slopes and sinks
 
 
+LLAMA = paged.Head(32, 8, 128, 0.1, 0, 0.0)
+PHI3 = paged.Head(32, 32, 96, 0.1, 2047, 0.0)
 SHAPES = (
-    Shape("llama-8b", paged.Head(32, 8, 128, 0.1, 0, 0.0), "bf16", 16),
+    Shape("llama-8b", LLAMA, "bf16", 16),
     Shape("qwen3-0.6b", paged.Head(16, 8, 128, 0.1, 0, 0.0), "fp16", 256),
     Shape("smollm2", paged.Head(9, 3, 64, 0.1, 0, 0.0), "bf16", 32),
     Shape("gemma2", paged.Head(8, 4, 256, 0.1, 4096, 50.0), "bf16", 16),
     Shape("phi2-head-80", paged.Head(32, 32, 80, 0.1, 0, 0.0), "bf16", 64),
+    Shape("phi3-head-96", PHI3, "bf16", 16),
+)
+CODES = (
+    Shape("llama-8b, int8", LLAMA, "bf16", 16, 1),
+    Shape("llama-8b, e4m3, slopes and sinks", LLAMA, "bf16", 16, 2, True),
+    Shape("qwen3-0.6b, int8", paged.Head(16, 8, 128, 0.1, 0, 0.0), "fp16", 256, 1),
+    Shape("smollm2, int8", paged.Head(9, 3, 64, 0.1, 0, 0.0), "bf16", 32, 1),
+    Shape("phi3-head-96, e4m3", PHI3, "bf16", 16, 2),
+    Shape("head-160, int8", paged.Head(40, 10, 160, 0.1, 0, 0.0), "fp16", 128, 1),
 )
 INT32 = ("rows", "seq_lens", "tables", "starts")
 
 
 def shipped() -> Iterator[Shipped]:
     for shape in SHAPES:
-        yield from _attention(shape)
-    yield from _codes()
+        yield from _attention(shape, (False, True))
+        yield _join(shape)
+    for shape in CODES:
+        yield from _attention(shape, (True,))
+    yield from _writes()
     yield from _cache()
     yield from _norms()
     yield from _sampling()
@@ -80,47 +98,49 @@ def shipped() -> Iterator[Shipped]:
     yield from _inputs()
 
 
-def _attention(shape: Shape) -> Iterator[Shipped]:
-    decode, prefill = _tiles(shape.head)
-    types, nothing = _attention_types(shape), {"slopes": None, "sinks": None}
-    for split in (False, True):
-        constants = paged.constants(shape.head, shape.page, decode, False) | {"SPLIT": split} | nothing
+def _attention(shape: Shape, splits: tuple[bool, ...]) -> Iterator[Shipped]:
+    types, page, kind = _attention_types(shape), shape.page, shape.kind
+    more = {} if shape.by_head else {"slopes": None, "sinks": None}
+    tiles = {arch: _tiles(shape, arch) for arch in ARCHS}
+    (decode,) = {decode for decode, _ in tiles.values()}
+    for split in splits:
+        constants = paged.constants(shape.head, page, decode, False, kind) | {"SPLIT": split} | more
         name = f"decode{' split' * split}, {shape.model}"
         yield _shipped(name, attention.decode_kernel, types, constants, decode, matrix="small")
-    joined = Tile(0, decode.block_n, 4, 3)
-    constants = paged.join_constants(shape.head, decode)
-    yield _shipped(f"join, {shape.model}", attention.join_kernel, types, constants, joined)
-    constants = paged.constants(shape.head, shape.page, prefill, False) | nothing
-    yield _shipped(f"prefill, {shape.model}", attention.prefill_kernel, types, constants, prefill, matrix="large")
+    for tile in dict.fromkeys(prefill for _, prefill in tiles.values()):
+        archs = tuple(arch for arch in ARCHS if tiles[arch][1] == tile)
+        constants = paged.constants(shape.head, page, tile, False, kind) | more
+        name = f"prefill, {shape.model}{', sm_80' * (archs == (80,))}"
+        yield _shipped(name, attention.prefill_kernel, types, constants, tile, matrix="large", archs=archs)
 
 
-def _tiles(head: paged.Head, itemsize: int = 2) -> tuple[Tile, Tile]:
-    shape = head.num_heads // head.num_kv_heads, head.head_size
-    return decode_tile(*shape, itemsize), prefill_tile(*shape, 2)
+def _join(shape: Shape) -> Shipped:
+    tile, _ = _tiles(shape, 90)
+    constants = paged.join_constants(shape.head, tile)
+    own = Tile(0, tile.block_n, 4, 3)
+    return _shipped(f"join, {shape.model}", attention.join_kernel, _attention_types(shape), constants, own)
+
+
+def _tiles(shape: Shape, arch: int) -> tuple[Tile, Tile]:
+    head = shape.head
+    sizes = head.num_heads // head.num_kv_heads, head.head_size, 1 if shape.kind else 2
+    return attention_tiles(*sizes, head.window > 0, arch // 10)
 
 
 def _attention_types(shape: Shape) -> dict[str, str]:
     types = {name: f"*{shape.dtype}" for name in ("q", "k_cache", "v_cache", "out")} | {name: "*i32" for name in INT32}
+    types |= {name: "*i8" for name in ("k_cache", "v_cache") if shape.kind}
     types |= {name: "*fp32" for name in ("partial", "peaks", "norms", "slopes", "sinks")}
     types |= {"scale": "fp32", "cap": "fp32"}
     return types | {name: "i32" for name in ("q_stride", "table_stride", "num_requests", "num_splits")}
 
 
-def _codes() -> Iterator[Shipped]:
-    """Llama-3.1-8B over a cache in 8 bits; with slopes and sinks once, beside e4m3."""
-    shape = SHAPES[0]
-    decode, prefill = _tiles(shape.head, 1)
-    types = _attention_types(shape) | {"k_cache": "*i8", "v_cache": "*i8"}
-    for kind, codes in ((1, "int8"), (2, "e4m3, slopes and sinks")):
-        more = {} if kind == 2 else {"slopes": None, "sinks": None}
-        constants = paged.constants(shape.head, shape.page, decode, False, kind) | {"SPLIT": True} | more
-        yield _shipped(f"decode split, {codes}", attention.decode_kernel, types, constants, decode, matrix="small")
-        constants = paged.constants(shape.head, shape.page, prefill, False, kind) | more
-        yield _shipped(f"prefill, {codes}", attention.prefill_kernel, types, constants, prefill, matrix="large")
-        types_written = {name: "*bf16" for name in ("k", "v")} | {name: "*i8" for name in ("k_cache", "v_cache")}
-        types_written |= {"slots": "*i64", "k_stride": "i32", "v_stride": "i32"}
+def _writes() -> Iterator[Shipped]:
+    types = {name: "*bf16" for name in ("k", "v")} | {name: "*i8" for name in ("k_cache", "v_cache")}
+    types |= {"slots": "*i64", "k_stride": "i32", "v_stride": "i32"}
+    for kind, codes in ((1, "int8"), (2, "e4m3")):
         heads = {"KV_HEADS": 8, "HEADS_WIDTH": 8, "HEAD_SIZE": 128, "WIDTH": 128, "PAGE": 16, "KIND": kind}
-        yield Shipped(f"cache write, {codes[:4]}", cache.write_codes_kernel, types_written, heads, 4)
+        yield Shipped(f"cache write, {codes}", cache.write_codes_kernel, types, heads, 4)
 
 
 def _shipped(name: str, kernel: Any, types: dict, constants: dict, tile: Tile, **more: Any) -> Shipped:

@@ -34,6 +34,15 @@ def prefill_tile(group: int, head_size: int, itemsize: int) -> Tile:
     return Tile(power_of_two(group, 128), 64, 8, 3 if head_size <= 64 else 2)  # sm_100 spills with 64 and two stages
 
 
+def attention_tiles(group: int, head_size: int, itemsize: int, window: bool, major: int) -> tuple[Tile, Tile]:
+    """Of decode and of prefill. itemsize: of the cache; 1: codes. major: of the GPU's compute capability. sm_80 keeps
+    operands in registers, and would spill where keys are decoded, or masked by a window, beside the products."""
+    codes, prefill = itemsize == 1, prefill_tile(group, head_size, max(itemsize, 2))
+    if major == 8 and (codes or window):
+        prefill = prefill._replace(block_n=32, num_stages=1 if codes else 2)
+    return decode_tile(group, head_size, itemsize), prefill
+
+
 def num_splits(num_requests: int, num_kv_heads: int, num_sms: int, most: int) -> int:
     """Programs that share the keys of a request: enough for four on each multiprocessor, if there are `most` tiles."""
     wanted = -(-4 * num_sms // max(1, num_requests * num_kv_heads))

@@ -64,6 +64,11 @@ class AttentionBackend(Protocol):
 
     The constructor takes (layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device).
     `unavailable()` says in a sentence why the backend cannot run here, or returns None.
+
+    `graphs` says of which whole forwards it can be a part that is captured and replayed: none, decodes (one query of
+    each request), any equal number of queries, any. Their batches are padded (runner/batch.py: pad_requests); then all
+    shapes of the metadata, and all numbers in it, must follow from the number of requests alone, and forward() may
+    neither read the metadata on the host nor allocate by it. Its tensors are copied to where they were captured.
     """
 
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]]

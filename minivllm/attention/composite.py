@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
-from minivllm.attention.rows import Part, batch_of, split
+from minivllm.attention.rows import batch_of, put, split, take
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class _Share(NamedTuple):
     """What one of the two does in a step."""
 
-    part: Part
+    rows: slice | Tensor
     meta: Any  # its own
 
 
@@ -37,7 +37,6 @@ class PairBackend:
     """Made for two backends by `pair`."""
 
     kinds: ClassVar[tuple[type[AttentionBackend], type[AttentionBackend]]]
-    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str]
     int8_kv: ClassVar[bool]
     block_axis: ClassVar[int]
@@ -52,6 +51,9 @@ class PairBackend:
                 f"{names} cannot share a KV cache of {spec.dtype}: its shape is {shapes[0]} or {shapes[1]}"
             )
 
+        # A step of decodes is the first one's alone, so it can be captured if that can.
+        self.graphs: Literal["none", "decode"] = "none" if first.graphs == "none" else "decode"
+
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
         return next(filter(None, (kind.unavailable(device) for kind in cls.kinds)), None)
@@ -61,7 +63,7 @@ class PairBackend:
 
     def prepare(self, batch: InputBatch) -> _Meta:
         shares = (
-            part and _Share(part, backend.prepare(batch_of(batch, part)))
+            part and _Share(part.rows, backend.prepare(batch_of(batch, part)))
             for backend, part in zip(self.backends, split(batch, self.device), strict=True)
         )
         return _Meta(tuple(shares), batch.num_tokens)
@@ -72,14 +74,14 @@ class PairBackend:
         for backend, share in zip(self.backends, meta.shares, strict=True):
             if share is None:
                 continue
-            part = share.part
-            own = part.take(q), part.take(k), part.take(v)
-            if isinstance(part.rows, slice):
-                backend.forward(*own, kv, share.meta, layer, out[part.rows])
+            rows, own_meta = share
+            own = take(q, rows), take(k, rows), take(v, rows)
+            if isinstance(rows, slice):
+                backend.forward(*own, kv, own_meta, layer, out[rows])
             else:
                 result = torch.empty_like(own[0], memory_format=torch.contiguous_format)
-                backend.forward(*own, kv, share.meta, layer, result)
-                part.put(out, result)
+                backend.forward(*own, kv, own_meta, layer, result)
+                put(out, rows, result)
         if out.shape[0] > meta.num_tokens:  # padding is computed by neither
             out[meta.num_tokens :].zero_()
 

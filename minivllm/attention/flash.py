@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
-from minivllm.attention.rows import Part, split, with_dense_heads
+from minivllm.attention.rows import Part, put, split, take, with_dense_heads
 from minivllm.attention.writer import choose_writer
 from minivllm.errors import ConfigError
 
@@ -185,7 +185,8 @@ class FlashBackend:
         options = self.options[layer]
         for function, call in ((self.library.decode, meta.decodes), (self.library.attend, meta.others)):
             if call is not None:
-                call.part.put(out, function(call.part.take(q), keys, values, call, options))
+                rows = call.part.rows
+                put(out, rows, function(take(q, rows), keys, values, call, options))
         if out.shape[0] > meta.num_tokens:  # nobody reads padding rows, but they pass through the layers that follow
             out[meta.num_tokens :].zero_()
 

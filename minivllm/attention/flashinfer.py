@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
-from minivllm.attention.rows import Part, split, with_dense_heads
+from minivllm.attention.rows import Part, put, split, take, with_dense_heads
 from minivllm.attention.writer import choose_writer
 from minivllm.errors import ConfigError
 
@@ -143,6 +143,6 @@ class FlashInferBackend:
         self.write(k, v, keys, values, meta.slots)
         for wrapper, part in ((self.decode[layer], meta.decodes), (self.prefill[layer], meta.others)):
             if part is not None:
-                part.put(out, wrapper.run(part.take(q).contiguous(), (keys, values)))
+                put(out, part.rows, wrapper.run(take(q, part.rows).contiguous(), (keys, values)))
         if out.shape[0] > meta.num_tokens:  # nobody reads padding rows, but they pass through the layers that follow
             out[meta.num_tokens :].zero_()

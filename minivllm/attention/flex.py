@@ -9,7 +9,8 @@ queries reads at all, which compiled kernels visit and no others.
 Two calls, each with its own lists: decodes are a batch of single queries, everything else one packed row of queries.
 
 Compiled where that is fused, on a GPU (never run on one here). On a CPU the same function is evaluated for all pairs of
-a query and a key of the step's blocks, which are gathered first: slow, and what shows that it is right.
+a query and a key of the step's blocks, which are gathered first: slow, and what shows that it is right. torch 2.13 can
+compile it for CPUs too, where it gave the same answers, but only for one shape at a time.
 
 Cache layout: NHD, as the reference's.
 """
@@ -26,7 +27,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as uncompiled_
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minivllm.attention.base import NHD, AttentionSpec, KVSpec, check_layers
-from minivllm.attention.rows import Part, split
+from minivllm.attention.rows import Part, put, split, take
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class FlexBackend:
         values[meta.slots] = v
         keys, values = (x.transpose(0, 1)[None] for x in self._numbered(kv, meta.blocks))  # [1, kv_heads, keys, D]
         for part, packed, masks in meta.calls:
-            queries = part.take(q)
+            queries = take(q, part.rows)
             queries = queries.transpose(0, 1)[None] if packed else queries[:, :, None]  # [B, heads, n, D]
             result = self.attend(
                 queries,
@@ -164,7 +165,7 @@ class FlexBackend:
                 enable_gqa=layer.num_heads != layer.num_kv_heads,
                 kernel_options=self._kernel_options(),
             )
-            part.put(out, result[0].transpose(0, 1) if packed else result[:, :, 0])
+            put(out, part.rows, result[0].transpose(0, 1) if packed else result[:, :, 0])
         out[meta.num_tokens :] = 0  # padding rows: nobody reads them, but they pass through the layers that follow
 
     def _numbered(self, kv: Tensor, blocks: _Blocks) -> Tensor:

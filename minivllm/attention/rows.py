@@ -27,15 +27,17 @@ class Part(NamedTuple):
     def max_query(self) -> int:
         return int(np.diff(self.query_start).max())
 
-    def take(self, x: Tensor) -> Tensor:
-        """x [T, ...] -> [queries, ...]; a view where the rows lie together."""
-        return x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
 
-    def put(self, out: Tensor, result: Tensor) -> None:
-        if isinstance(self.rows, slice):
-            out[self.rows] = result
-        else:
-            out.index_copy_(0, self.rows, result)
+def take(x: Tensor, rows: slice | Tensor) -> Tensor:
+    """x [T, ...] -> [queries, ...]; a view where the rows lie together."""
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def put(out: Tensor, rows: slice | Tensor, result: Tensor) -> None:
+    if isinstance(rows, slice):
+        out[rows] = result
+    else:
+        out.index_copy_(0, rows, result)
 
 
 def split(batch: InputBatch, device: torch.device) -> tuple[Part | None, Part | None]:
@@ -59,14 +61,15 @@ def _part(requests: np.ndarray, bounds: np.ndarray, counts: np.ndarray, device: 
 
 
 def batch_of(batch: InputBatch, part: Part) -> InputBatch:
-    """The part as a batch of its own, without padding: what a backend prepares from. Nothing is sampled in it."""
-    seq_lens = batch.seq_lens[part.requests]
+    """The part as a batch of its own, without padding: what a backend prepares from. Nothing is sampled in it, and
+    its tokens, which the device alone may know, are all 0."""
+    seq_lens, positions = batch.seq_lens[part.requests], batch.positions[part.index]
     return replace(
         batch,
         req_ids=[batch.req_ids[r] for r in part.requests],
         rows=batch.rows[part.requests],
-        token_ids=batch.token_ids[part.index],
-        positions=batch.positions[part.index],
+        token_ids=np.zeros_like(positions),
+        positions=positions,
         slot_mapping=batch.slot_mapping[part.index],
         query_start=part.query_start,
         seq_lens=seq_lens,
@@ -76,7 +79,7 @@ def batch_of(batch: InputBatch, part: Part) -> InputBatch:
         draft_tokens=batch.draft_tokens[:0],
         num_tokens=int(part.query_start[-1]),
         max_query=part.max_query,
-        max_seq=int(seq_lens.max()),
+        max_seq=batch.max_seq if batch.whole else int(seq_lens.max()),
     )
 
 

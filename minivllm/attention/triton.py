@@ -16,7 +16,8 @@ from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.rows import with_dense_heads
-from minivllm.kernels.triton.tiles import Tile, decode_tile, num_splits, prefill_tile
+from minivllm.kernels.triton.tiles import Tile, attention_tiles, num_splits
+from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.kernels.triton.paged import Requests
@@ -32,7 +33,7 @@ class _Meta(NamedTuple):
 
 
 class TritonAttention:
-    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
+    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "decode"
     kv_layout: ClassVar[str] = HND
     int8_kv: ClassVar[bool] = True
     block_axis: ClassVar[int] = 1
@@ -57,9 +58,10 @@ class TritonAttention:
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         self.num_sms = num_sms or (torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1)
+        major = torch.cuda.get_device_capability(device)[0] if on_gpu else 9
         self.scratch = paged.Scratch(self.device)
         self.heads = {layer: _head(paged.Head, layer) for layer in layers}
-        self.tiles = {layer: tiles or _tiles(layer, spec) for layer in layers}
+        self.tiles = {layer: tiles or _tiles(layer, spec, major) for layer in layers}
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -81,8 +83,10 @@ class TritonAttention:
         bounds = batch.query_start[: batch.num_requests + 1].astype(np.int32)
         num_queries = np.diff(bounds)
         single, several = np.flatnonzero(num_queries == 1), np.flatnonzero(num_queries > 1)
-        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
+        slots = upload(batch.slot_mapping.astype(np.int64), self.device)
         longest = int(batch.seq_lens[single].max()) if single.size else 0
+        if batch.whole:  # the captured launch serves every length: the kernel reads on the device what a split gets
+            longest = batch.max_seq
         decodes, others = self._requests(batch, bounds, single), self._requests(batch, bounds, several)
         return _Meta(slots, decodes, others, longest, batch.num_tokens)
 
@@ -91,7 +95,7 @@ class TritonAttention:
             return None
         starts = np.concatenate([[0], np.cumsum(bounds[which + 1] - bounds[which])])
         arrays = bounds[which], batch.seq_lens[which], batch.block_tables[which], starts
-        tensors = (torch.tensor(array, dtype=torch.int32, device=self.device) for array in arrays)
+        tensors = (upload(array.astype(np.int32), self.device) for array in arrays)
         return self.paged.Requests(*tensors, int(starts[-1]))
 
     def forward(
@@ -117,6 +121,6 @@ def _head(cls: type, layer: AttentionSpec):
     return cls(*heads, layer.scale, layer.sliding_window or 0, layer.soft_cap or 0.0)
 
 
-def _tiles(layer: AttentionSpec, spec: KVSpec) -> tuple[Tile, Tile]:
-    shape = layer.num_heads // layer.num_kv_heads, layer.head_size
-    return decode_tile(*shape, spec.dtype.itemsize), prefill_tile(*shape, max(spec.dtype.itemsize, 2))
+def _tiles(layer: AttentionSpec, spec: KVSpec, major: int) -> tuple[Tile, Tile]:
+    shape = layer.num_heads // layer.num_kv_heads, layer.head_size, spec.dtype.itemsize
+    return attention_tiles(*shape, layer.sliding_window is not None, major)

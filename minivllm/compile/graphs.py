@@ -64,10 +64,11 @@ class CudaGraphs:
         return self.record_around(lambda interrupt: run())
 
     def record_around(self, run: Callable[[Interrupt], Sequence[Tensor]]) -> Recording:
-        run(Break.attend)  # what is loaded or compiled at the first call must not be captured
         steps: list[Callable[[], None]] = []
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
+            run(Break.attend)  # what is loaded, compiled or set aside at the first call must not be captured
+            torch.cuda.synchronize()
             graph = self._begin()
 
             def interrupt(broken: Break) -> None:

@@ -5,36 +5,40 @@ loop tokenises and detokenises.
     generate() -- EngineRequest --> link.send  -----> core.add / core.abort
                <-- RequestOutput -- _deliver <------- deltas of each step
 
-Only the event loop touches the front end and only the core's thread the core, so neither needs a lock. Grammars of
-structured output are compiled in threads of their own: their compiler has its locks.
+Only the event loop touches the front end and only the core's thread the core, so neither needs a lock.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import msgspec
 
-from minivllm.engine.core import EngineStats
 from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
-from minivllm.engine.link import ProcessLink
+from minivllm.engine.link import Link
 from minivllm.engine.live import Look
-from minivllm.engine.messages import Abort, Add, Call, Message, Refused, Report, Returned, Stalled
+from minivllm.engine.messages import (
+    Abort,
+    Adapters,
+    Add,
+    Call,
+    Ended,
+    Facts,
+    Message,
+    Refused,
+    Report,
+    Returned,
+    Stalled,
+)
 from minivllm.engine.output import RequestOutput
+from minivllm.engine.replica_stats import SummedStats
 from minivllm.errors import BadRequest, EngineDead
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams
-
-logger = logging.getLogger("minivllm")
-
-RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0, 30.0)  # before each attempt to start a dead core's process again
 
 
 class Watcher(Protocol):
@@ -53,17 +57,23 @@ class Watcher(Protocol):
 class AsyncLLM(EngineHandle):
     """Streams. Arguments: see EngineHandle. Use one event loop at a time; close with `await shutdown()`."""
 
+    @classmethod
+    def over(cls, link: Link, front_end: int = 0) -> AsyncLLM:
+        """An engine that others share. front_end: this one's number."""
+        engine = cls.__new__(cls)
+        engine._use(link, front_end)
+        return engine
+
     def _start(self) -> None:
-        self.stats = EngineStats()
-        self.stalled: str | None = None  # what a step does that runs longer than engine.step_timeout
+        self.stats = SummedStats(self.config.engine.replicas)
+        self.dead_replicas: set[int] = set()
+        self._stalls: dict[int, str] = {}  # by replica: what a step does that runs longer than engine.step_timeout
         self.watchers: list[Watcher] = []
         self._calls: dict[int, asyncio.Future] = {}
         self._num_calls = 0
         self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: Exception | None = None
-        self._closing = threading.Event()
-        self._linking = threading.Lock()
         self._link.start(self._receive)
 
     # --- the event loop's side
@@ -85,8 +95,6 @@ class AsyncLLM(EngineHandle):
         come all at once, at the end.
         Raises BadRequest before the first item, EngineDead if the step loop has ended.
         """
-        if isinstance(params, SamplingParams) and params.structured is not None:
-            await asyncio.to_thread(self._front.compile, params)
         if request_id in self._streams:
             raise BadRequest(f'request id "{request_id}" is in use', "request_id")
         self._loop = asyncio.get_running_loop()
@@ -129,13 +137,13 @@ class AsyncLLM(EngineHandle):
         """New requests cannot name it from now on; those that live keep it. Raises UnknownAdapter."""
         self._know_loras(await self._call("unload_lora", name))
 
-    async def recent_steps(self, num_steps: int) -> dict[str, Any]:
-        """What the engine core did last (trace_recent.py: snapshot); nothing unless debug.recent_steps is set."""
-        return await self._call("recent_steps", num_steps)
+    async def recent_steps(self, num_steps: int, replica: int = 0) -> dict[str, Any]:
+        """What an engine core did last (trace_recent.py: snapshot); nothing unless debug.recent_steps is set."""
+        return await self._call("recent_steps", num_steps, replica=replica)
 
-    async def look(self, after: int) -> Look:
-        """How the engine core runs now, with the steps from number `after` on."""
-        return msgspec.convert(await self._call("look", after), Look)
+    async def look(self, after: int, replica: int = 0) -> Look:
+        """How an engine core runs now, with the steps from number `after` on."""
+        return msgspec.convert(await self._call("look", after, replica=replica), Look)
 
     @property
     def num_requests(self) -> int:
@@ -146,15 +154,18 @@ class AsyncLLM(EngineHandle):
     def is_running(self) -> bool:
         return self._dead is None and self._link.is_running
 
+    @property
+    def stalled(self) -> str | None:
+        """What a step does that runs longer than engine.step_timeout, in whichever replica."""
+        return next(iter(list(self._stalls.values())), None)
+
     async def shutdown(self) -> None:
         """End the engine core; streams still open raise EngineDead. Returns once it has ended."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
         """shutdown() for callers without an event loop."""
-        self._closing.set()
-        with self._linking:  # a restart may be on its way
-            self._link.close()
+        self._link.close()
 
     async def _adapter(self, asked: Asked) -> str:
         """The name of a request's adapter, "" for none; a LoRARequest's is loaded if it is not."""
@@ -163,13 +174,13 @@ class AsyncLLM(EngineHandle):
         self._know_loras(await self._call("ensure_lora", asked))
         return asked.lora_name
 
-    async def _call(self, name: str, *args: Any) -> Any:
-        """One of the engine's `calls`, made between two steps; its result as plain data."""
+    async def _call(self, name: str, *args: Any, replica: int | None = None) -> Any:
+        """One of the engine's `calls`, made between two steps; its result as plain data. replica: None for all."""
         self._loop = asyncio.get_running_loop()
         self._check_alive()
         self._num_calls += 1
         answer = self._calls[self._num_calls] = self._loop.create_future()
-        self._link.send(Call(self._num_calls, name, [msgspec.to_builtins(arg) for arg in args]))
+        self._link.send(Call(self._num_calls, name, [msgspec.to_builtins(arg) for arg in args], replica))
         return await answer
 
     def _check_alive(self) -> None:
@@ -204,8 +215,8 @@ class AsyncLLM(EngineHandle):
             self._settle(call_id, None, error)
 
     def _settle(self, call_id: int, value: Any, error: Exception | None) -> None:
-        answer = self._calls.pop(call_id)
-        if answer.done():  # whoever asked has gone
+        answer = self._calls.pop(call_id, None)
+        if answer is None or answer.done():  # failed with the engine, or whoever asked has gone
             return
         if error is None:
             answer.set_result(value)
@@ -216,48 +227,40 @@ class AsyncLLM(EngineHandle):
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, Report):
-            self.stats.take(message.stats)
-            self.stalled = None
+            self.stats.take_part(message.replica, message.stats)
+            self._stalls.pop(message.replica, None)
             for watcher in self.watchers:
                 watcher.on_report(message)
             if message.deltas:
                 self._post(self._deliver, message.deltas)
         elif isinstance(message, Stalled):
-            self.stalled = message.plan
-            self.stats.num_stalled += 1  # as the core has: the next report brings its count
+            self._stalls[message.replica] = message.plan
+            self.stats.on_stall(message.replica)
         elif isinstance(message, Refused):
             self._post(self._refuse, message.req_id, message.error.exception())
         elif isinstance(message, Returned):
             error = None if message.error is None else message.error.exception()
             self._post(self._settle, message.id, message.value, error)
+        elif isinstance(message, Adapters):
+            self._loras = {adapter.name: adapter for adapter in message.loaded}
+        elif isinstance(message, Facts):
+            self._back(message)
         else:
-            self._dead = message.error.exception()
-            self.stats.on_end()  # else whoever admits requests by these would wait for a report that never comes
-            self._post(self._fail_all, self._dead)
-            if isinstance(self._link, ProcessLink) and self.config.engine.restart and not self._closing.is_set():
-                threading.Thread(target=self._restart, name="minivllm-restart", daemon=True).start()
+            self._end(message)
 
-    def _restart(self) -> None:
-        """Build the engine again in a new process, with the adapters that it had; tried until it works."""
-        logger.error("%s: starting it again", self._dead)
-        loras = {adapter.name: adapter.path for adapter in self._loras.values()}
-        config = self.config.override({"lora.adapters": loras})
-        for delay in itertools.chain(RESTART_SECONDS, itertools.repeat(RESTART_SECONDS[-1])):
-            if self._closing.wait(delay):
-                return
-            try:
-                link = ProcessLink(config)
-            except Exception as error:
-                logger.error("the engine does not start: %s", error)
-                continue
-            with self._linking:
-                self._link.close()
-                self._link, self._dead, self.stalled = link, None, None
-                link.start(self._receive)
-                if self._closing.is_set():
-                    link.close()
-            logger.info("the engine is ready again")
-            return
+    def _end(self, message: Ended) -> None:
+        """A core is gone. Of several, its requests have been refused; of the last one's the others go with it."""
+        self.dead_replicas.add(message.replica)
+        self._stalls.pop(message.replica, None)
+        self.stats.on_replica_end(message.replica)
+        if len(self.dead_replicas) == len(self.stats.parts):
+            self._dead = message.error.exception()
+            self._post(self._fail_all, self._dead)
+
+    def _back(self, message: Facts) -> None:
+        self.dead_replicas.discard(message.replica)
+        self._loras = {adapter.name: adapter for adapter in message.adapters}
+        self._dead = None
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -51,6 +51,7 @@ class AsyncPooler:
         self.max_model_len, self.model_name, self.tokenizer = engine.max_model_len, engine.model_name, engine.tokenizer
         self.stats = engine.core.stats
         self.watchers: list[Watcher] = []
+        self.dead_replicas: set[int] = set()  # there is one engine, and it lives or is dead
         self.stalled: str | None = None  # nothing watches: a step has a budget of tokens and no KV to wait for
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[np.ndarray]] = {}

@@ -37,6 +37,7 @@ from minivllm.trace import TraceRecorder
 from minivllm.trace_recent import RecentSteps
 
 if TYPE_CHECKING:
+    from minivllm.engine.routing import RoutingPolicy
     from minivllm.runner.worker import Worker
 
 
@@ -53,6 +54,7 @@ class Engine:
     info: dict[str, Any]
     adapters: AdapterTable | NoAdapters
     recent: RecentSteps
+    grammars: GrammarCompiler  # that the workers of this process share
     live: LiveView
 
     @property
@@ -122,6 +124,7 @@ def build(config: EngineConfig, observers: Sequence[Observer] = ()) -> Engine:
         info=facts.info,
         adapters=adapters,
         recent=recent,
+        grammars=build_grammars(config, Path(facts.tokenizer_dir), facts.info["vocab_size"]),
         live=LiveView(core, base),
     )
 
@@ -205,6 +208,10 @@ def build_scheduler(config: EngineConfig, kv: KVManager, limits: Limits, lookahe
     if config.debug.preempt_every or config.debug.evict_all:
         inner = Injector(base, kv, config.debug.preempt_every, config.debug.evict_all)
     return BeamScheduler(Suspects(inner, base), base)
+
+
+def build_routing(config: EngineConfig) -> RoutingPolicy:
+    return features.ROUTERS.get(config.engine.router)(config.kv.block_size)
 
 
 def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Worker:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from minivllm.engine.core import EngineCore, EngineStats
+from minivllm.engine.build import Engine
+from minivllm.engine.core import EngineStats
 from minivllm.engine.link import Link
-from minivllm.engine.messages import Abort, Add, Call, Message, Report, Returned, Stalled
+from minivllm.engine.messages import Abort, Add, Call, Ended, Message, Refused, Report, Returned
+from minivllm.engine.replica_stats import SummedStats
 from minivllm.plan import Delta
 from minivllm.request import EngineRequest
 
@@ -36,12 +38,16 @@ class EngineClient(Protocol):
 class InprocClient:
     """The core in this process and thread: polling it is what makes it step."""
 
-    def __init__(self, core: EngineCore, calls: Mapping[str, Callable[..., Any]]):
-        self.core = core
-        self.calls = calls
-        self.stats = core.stats
+    def __init__(self, engine: Engine):
+        self.core = engine.core
+        self.calls = engine.calls
+        self.stats = engine.core.stats
+        self._grammars = engine.grammars
 
     def add(self, req: EngineRequest) -> None:
+        """Raises BadRequest for what can never run, a grammar that cannot be compiled among it."""
+        if req.params.structured is not None:
+            self._grammars.compile(req.params.structured)
         self.core.add(req)
 
     def abort(self, req_ids: Sequence[str]) -> None:
@@ -66,7 +72,7 @@ class LinkClient:
     """The core elsewhere: it steps by itself, and polling only takes what it has sent."""
 
     def __init__(self, link: Link):
-        self.stats = EngineStats()
+        self.stats = SummedStats(link.facts.config.engine.replicas)
         self._link = link
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._num_calls = 0
@@ -100,9 +106,10 @@ class LinkClient:
                 return message.deltas
 
     def _take(self, message: Message) -> None:
+        """What else may come: a stall, which the core has logged, and news of adapters and of a core that is back."""
         if isinstance(message, Report):
-            self.stats.take(message.stats)
-        elif not isinstance(message, Stalled):  # which the core has logged
+            self.stats.take_part(message.replica, message.stats)
+        elif isinstance(message, Refused | Ended | Returned):
             raise message.error.exception()
 
     def close(self) -> None:

@@ -64,9 +64,14 @@ class EngineStats:
         """The fraction of blocks that live requests name."""
         return 1 - self.num_free_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
 
+    @property
+    def parts(self) -> Sequence[EngineStats]:
+        """Of each replica."""
+        return (self,)
+
     def take(self, other: EngineStats) -> None:
         """Become a copy of it. Whoever holds this object reads on."""
-        for name in self.__slots__:
+        for name in EngineStats.__slots__:
             setattr(self, name, getattr(other, name))
 
     def on_end(self) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import msgspec
 
 from minivllm.config import Decision, EngineConfig, from_vllm_names
-from minivllm.engine.build import build, build_grammars
+from minivllm.engine.build import build
 from minivllm.engine.core import Observer
-from minivllm.engine.link import Link, ProcessLink, ThreadLink
+from minivllm.engine.link import Link, ThreadLink
 from minivllm.engine.messages import Facts
 from minivllm.engine.output import OutputProcessor, RequestOutput
 from minivllm.engine.prepare import children, prepare
@@ -61,16 +61,20 @@ class EngineHandle:
         observers: Sequence[Observer] = (),
         **vllm_names: Any,
     ):
-        self._link = _connect(make_config(model, preset, overrides, vllm_names), observers)
-        self._core = self._link.core if isinstance(self._link, ThreadLink) else None
-        facts = self._link.facts
+        self._use(_connect(make_config(model, preset, overrides, vllm_names), observers))
+
+    def _use(self, link: Link, front_end: int = 0) -> None:
+        """front_end: its number, where several share the engine."""
+        self._link = link
+        self._core = link.core if isinstance(link, ThreadLink) else None
+        facts = link.facts
         self.config = facts.config
         self.decisions: list[Decision] = facts.decisions
         self.max_model_len = facts.max_model_len
         self.model_name = facts.model_name
         self.info = facts.info
         self._loras = {adapter.name: adapter for adapter in facts.adapters}
-        self._front = FrontEnd(facts)
+        self._front = FrontEnd(facts, front_end)
         self.tokenizer = self._front.tokenizer
         self._start()
 
@@ -97,7 +101,9 @@ def _connect(config: EngineConfig, observers: Sequence[Observer]) -> Link:
         return ThreadLink(build(config, observers))
     if observers:
         raise ConfigError("observers watch a core in this process: engine.core=inproc (for a trace: debug.trace=FILE)")
-    return ProcessLink(config)
+    from minivllm.engine.replicas import start_cores  # ZeroMQ's, which a core in this process has no use for
+
+    return start_cores(config)
 
 
 def salt_of(prompt: Prompt) -> str:
@@ -109,13 +115,13 @@ def salt_of(prompt: Prompt) -> str:
 
 
 class FrontEnd:
-    def __init__(self, facts: Facts):
+    def __init__(self, facts: Facts, number: int = 0):
+        """number: of several front ends of one engine; each draws seeds of its own."""
         self.max_model_len = facts.max_model_len
         self.tokenizer = TextTokenizer.load(Path(facts.tokenizer_dir))
         self.processor = OutputProcessor(self.tokenizer)
         self._vocab_size = facts.info["vocab_size"]
-        self._grammars = build_grammars(facts.config, Path(facts.tokenizer_dir), self._vocab_size)
-        self._rng = random.Random(facts.config.model.seed)
+        self._rng = random.Random(f"{facts.config.model.seed}/{number}" if number else facts.config.model.seed)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text if it was given, token ids). Raises BadRequest for anything that is no prompt."""
@@ -162,8 +168,6 @@ class FrontEnd:
         num_outputs = beam.beam_width if beam else resolved.num_sequences
         ids = sequence_ids(request_id, num_outputs)
         group = request_id if num_outputs > 1 else ""
-        if beam is None:
-            self.compile(params)
         now = time.monotonic()
         self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
         return [
@@ -174,14 +178,6 @@ class FrontEnd:
     def prepare(self, params: SamplingParams, token_ids: list[int]) -> SamplingParams:
         """Check the parameters against prompt, model and tokenizer, and decide what was left open."""
         return prepare(params, token_ids, self.tokenizer, self.max_model_len, self._rng, self._vocab_size)
-
-    def compile(self, params: SamplingParams) -> None:
-        """Have the request's grammar ready before the engine core sees it. Slow for a new one: see AsyncLLM.
-
-        Raises BadRequest, naming the field, for one that is wrong or cannot be held to.
-        """
-        if params.structured is not None:
-            self._grammars.compile(params.structured)
 
     def process(self, deltas: list[Delta]) -> tuple[list[RequestOutput], list[str]]:
         """Outputs for the clients, and the ids that the engine core shall abort (a stop string was found)."""

@@ -5,7 +5,7 @@ first `look`, and leaves with the first step that comes LEASE_SECONDS after the 
 steps, in the core's thread, so they may read what the scheduler and the KV manager hold.
 
 A look has no token and no text. It has the salts of requests, by which a server knows whose they are, and which it
-must not show.
+takes out before it shows it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LiveStep(msgspec.Struct):
     itl_ms: list[float]  # since the last token of the others that it gave one; equal ones once
 
 
-class LiveRequest(msgspec.Struct):
+class LiveRequest(msgspec.Struct, omit_defaults=True):
     id: str
     running: bool
     prompt: int  # tokens
@@ -57,7 +57,7 @@ class LiveRequest(msgspec.Struct):
     preempted: int  # times
     arrived: float  # seconds of the engine's clock
     blocks: list[tuple[int, int]]  # runs of its table, in token order: first block, how many
-    salt: str
+    salt: str = ""  # for the server alone
 
 
 class Look(msgspec.Struct):

@@ -37,7 +37,7 @@ class LLM(EngineHandle):
     def _start(self) -> None:
         link = self._link
         is_here = isinstance(link, ThreadLink)
-        self._client: EngineClient = InprocClient(link.core, link.calls) if is_here else LinkClient(link)
+        self._client: EngineClient = InprocClient(link.engine) if is_here else LinkClient(link)
         self.stats = self._client.stats
         self._ids = count()
 
@@ -53,7 +53,7 @@ class LLM(EngineHandle):
         """Complete each prompt; outputs in the order of the prompts. Greedy, sampled and beam requests may be mixed.
 
         lora_request: the adapter of all prompts or of each, as a LoRARequest (loaded if it is not) or a loaded name.
-        Raises BadRequest before anything runs if one prompt or its parameters cannot be served.
+        Raises BadRequest, and runs nothing on, if one prompt or its parameters cannot be served.
         """
         prompts = as_list(prompts)
         each = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))

@@ -1,7 +1,8 @@
 """What passes between a front end and its engine core, in one process or across two: plain data, so that it can be
 encoded. Commands go down, messages come up.
 
-On a socket each is one MessagePack value (msgspec's tagged unions: the kind stands first). Nothing is ever pickled.
+On a socket each is one MessagePack value (msgspec's tagged unions: the kind stands first), a command behind the name of
+the front end that sends it. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -36,10 +37,17 @@ class Call(Command):
     id: int
     name: str
     args: list[Any]
+    replica: int | None = None  # of an engine with several: this one; None: all
 
 
 class Close(Command):
     """Leave what runs, free everything, end."""
+
+
+class Gone(Command):
+    """A front end has ended, however that went: nobody reads the answers to its requests."""
+
+    client: str
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -47,7 +55,7 @@ class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class Facts(Message):
-    """The engine is ready. What a front end needs to know of it."""
+    """The engine is ready, or ready again after its end. What a front end needs to know of it."""
 
     config: EngineConfig
     decisions: list[Decision]
@@ -55,7 +63,14 @@ class Facts(Message):
     model_name: str
     tokenizer_dir: str
     info: dict[str, Any]
-    adapters: list[Adapter]  # LoRA's, loaded at start
+    adapters: list[Adapter]  # LoRA's, loaded now
+    replica: int = 0  # of an engine with several, here and below: which of them
+
+
+class Adapters(Message):
+    """Those that requests may name from now on: a front end, this one or another, has loaded or unloaded one."""
+
+    loaded: list[Adapter]
 
 
 class Report(Message):
@@ -66,6 +81,7 @@ class Report(Message):
     joined: list[str]  # requests that ran for the first time, or again after a preemption
     total_tokens: int
     times_ms: dict[str, float]
+    replica: int = 0
 
 
 class Stalled(Message):
@@ -73,6 +89,7 @@ class Stalled(Message):
 
     seconds: float
     plan: str  # what the step does
+    replica: int = 0
 
 
 class Refused(Message):
@@ -91,9 +108,10 @@ class Returned(Message):
 
 
 class Ended(Message):
-    """The core will not step again."""
+    """The core will not step again, unless a Facts follows."""
 
     error: Failure
+    replica: int = 0
 
 
 class Failure(msgspec.Struct, array_like=True, gc=False):
@@ -114,5 +132,5 @@ class Failure(msgspec.Struct, array_like=True, gc=False):
         return kind(self.text, self.param) if issubclass(kind, errors.BadRequest) else kind(self.text)
 
 
-COMMANDS = Add | Abort | Call | Close
-MESSAGES = Facts | Report | Stalled | Refused | Returned | Ended
+COMMANDS = Add | Abort | Call | Close | Gone
+MESSAGES = Facts | Adapters | Report | Stalled | Refused | Returned | Ended

@@ -15,8 +15,10 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -56,6 +58,14 @@ class Histogram:
         return family
 
 
+class Snapshot(msgspec.Struct):
+    """What one front end has counted."""
+
+    finished: dict[str, int]
+    responses: list[tuple[str, str, str, int]]  # method, path, status, how many
+    histograms: dict[str, tuple[list[int], float]]  # name -> counts, sum
+
+
 class Metrics:
     """A watcher of an AsyncLLM, and a collector of a registry of its own."""
 
@@ -76,6 +86,7 @@ class Metrics:
         self.step_tokens = Histogram("minivllm:iteration_tokens_total", "Tokens computed in a step", tokens)
         self.finished: Counter[str] = Counter()
         self.responses: Counter[tuple[str, str, str]] = Counter()  # (method, path, status)
+        self.others: Callable[[], Iterable[Snapshot]] = tuple  # of this engine, where several servers share it
         self._queued: dict[str, float] = {}  # arrival of requests that have not run
         self._last_token: dict[str, float] = {}
         self.registry = CollectorRegistry(auto_describe=False)
@@ -134,12 +145,38 @@ class Metrics:
 
     # -- a scrape
 
+    def snapshot(self) -> Snapshot:
+        """What this front end has counted of its own requests."""
+        histograms = {histogram.name: (list(histogram.counts), histogram.sum) for histogram in self._of_requests()}
+        return Snapshot(dict(self.finished), [(*key, count) for key, count in self.responses.items()], histograms)
+
+    def _of_requests(self) -> tuple[Histogram, ...]:
+        return self.ttft, self.itl, self.tpot, self.e2e, self.queue, self.prompt, self.generation
+
+    def _with_others(self) -> Metrics:
+        """The sum with what other front ends of the same engine have counted; all see the same engine."""
+        total = Metrics()
+        total.labels = self.labels
+        for snapshot in (self.snapshot(), *self.others()):
+            total.finished.update(snapshot.finished)
+            for method, path, status, number in snapshot.responses:
+                total.responses[method, path, status] += number
+            for histogram in total._of_requests():
+                counts, sum_ = snapshot.histograms[histogram.name]
+                histogram.counts = [a + b for a, b in zip(histogram.counts, counts, strict=True)]
+                histogram.sum += sum_
+        return total
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
         if self.stats is not None:
             yield from self._engine_families(self.stats)
+        yield from self._with_others()._request_families()
+        yield self.step_tokens.family(self.labels)
+
+    def _request_families(self) -> Iterator[Metric]:
         names, values = list(self.labels), list(self.labels.values())
         success = CounterMetricFamily(
             "minivllm:request_success", "Requests that ended, by reason", labels=[*names, "finished_reason"]
@@ -153,25 +190,29 @@ class Metrics:
         for key, count in sorted(self.responses.items()):
             http.add_metric([*values, *key], count)
         yield http
-        for histogram in (self.ttft, self.itl, self.tpot, self.e2e, self.queue, self.prompt, self.generation):
+        for histogram in self._of_requests():
             yield histogram.family(self.labels)
-        yield self.step_tokens.family(self.labels)
 
     def _engine_families(self, stats: EngineStats) -> Iterator[Metric]:
-        for kind, name, what, value in (
-            (GaugeMetricFamily, "num_requests_running", "Requests in the batch", stats.num_running),
-            (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue", stats.num_waiting),
-            (GaugeMetricFamily, "kv_cache_usage_perc", "KV blocks in use; 1 means all", stats.kv_usage),
-            (GaugeMetricFamily, "num_kv_blocks", "KV blocks in the pool", stats.num_total_blocks),
-            (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_queries),
-            (CounterMetricFamily, "prefix_cache_hits", "Tokens found in the prefix cache", stats.prefix_hits),
-            (CounterMetricFamily, "num_preemptions", "Preemptions", stats.num_preempted),
-            (CounterMetricFamily, "num_stalled_steps", "Steps longer than engine.step_timeout", stats.num_stalled),
-            (CounterMetricFamily, "prompt_tokens", "Prompt tokens of the requests taken", stats.prompt_tokens),
-            (CounterMetricFamily, "generation_tokens", "Tokens generated", stats.generation_tokens),
-            (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens proposed", stats.num_drafted),
-            (CounterMetricFamily, "spec_decode_num_accepted_tokens", "Proposed and accepted", stats.num_accepted),
-        ):
-            family = kind(f"minivllm:{name}", what, labels=list(self.labels))
-            family.add_metric(list(self.labels.values()), value)
+        """vLLM's label "engine": the replica's number."""
+        for kind, name, what, value_of in ENGINE_FAMILIES:
+            family = kind(f"minivllm:{name}", what, labels=[*self.labels, "engine"])
+            for number, part in enumerate(stats.parts):
+                family.add_metric([*self.labels.values(), str(number)], value_of(part))
             yield family
+
+
+ENGINE_FAMILIES: tuple[tuple[type[Metric], str, str, Callable[[EngineStats], float]], ...] = (
+    (GaugeMetricFamily, "num_requests_running", "Requests in the batch", attrgetter("num_running")),
+    (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue", attrgetter("num_waiting")),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "KV blocks in use; 1 means all", attrgetter("kv_usage")),
+    (GaugeMetricFamily, "num_kv_blocks", "KV blocks in the pool", attrgetter("num_total_blocks")),
+    (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up in the prefix cache", attrgetter("prefix_queries")),
+    (CounterMetricFamily, "prefix_cache_hits", "Tokens found in the prefix cache", attrgetter("prefix_hits")),
+    (CounterMetricFamily, "num_preemptions", "Preemptions", attrgetter("num_preempted")),
+    (CounterMetricFamily, "num_stalled_steps", "Steps longer than engine.step_timeout", attrgetter("num_stalled")),
+    (CounterMetricFamily, "prompt_tokens", "Prompt tokens of the requests taken", attrgetter("prompt_tokens")),
+    (CounterMetricFamily, "generation_tokens", "Tokens generated", attrgetter("generation_tokens")),
+    (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens proposed", attrgetter("num_drafted")),
+    (CounterMetricFamily, "spec_decode_num_accepted_tokens", "Proposed and accepted", attrgetter("num_accepted")),
+)

@@ -1,74 +1,56 @@
 """The engine core as a process: `python -m minivllm.engine.process FOLDER`, started by ProcessLink and nobody else.
 
-The configuration comes as one line of JSON on standard input, which then stays open: its end means that the parent is
-gone, and this process with it. Commands and messages pass through two ZeroMQ sockets in FOLDER.
+Its task comes as one line of JSON on standard input, which then stays open: its end means that the parent is gone, and
+this process with it. Commands and messages pass through two ZeroMQ sockets in FOLDER (clients.py).
 """
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from minivllm import child, logs
 from minivllm.config import EngineConfig
-from minivllm.engine.messages import COMMANDS, Command, Ended, Failure, Message
+from minivllm.engine.clients import Clients
+from minivllm.engine.messages import Ended, Failure
+
+
+class Task(msgspec.Struct):
+    config: EngineConfig
+    cores: list[int] | None = None  # that it may use; None: those of its parent
+    name: str = "engine"  # in the log
 
 
 def main(folder: str) -> int:
     faulthandler.enable()  # a crash in a kernel leaves a stack
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
     child.end_with_parent()
-    logs.setup(config.engine.log_format, process="engine")
-    context = zmq.Context()
-    commands, messages = (
-        _connect(context, zmq.PULL, folder, "commands"),
-        _connect(context, zmq.PUSH, folder, "messages"),
-    )
-    encoder, decoder = msgspec.msgpack.Encoder(enc_hook=str), msgspec.msgpack.Decoder(COMMANDS)
-
-    def take(block: bool) -> Command | None:
-        if not block and not commands.poll(0):
-            return None
-        return decoder.decode(commands.recv())
-
-    lock = threading.Lock()  # the step loop and its watchdog; sockets belong to one thread at a time
-
-    def post(message: Message) -> None:
-        data = encoder.encode(message)
-        with lock:
-            messages.send(data)
-
+    if task.cores is not None:
+        os.sched_setaffinity(0, task.cores)  # before torch counts them
+    config = task.config
+    logs.setup(config.engine.log_format, process=task.name)
+    clients = Clients(Path(folder))
     try:
         from minivllm.engine.build import build
-        from minivllm.engine.link import facts_of
-        from minivllm.engine.step_loop import StepLoop
+        from minivllm.engine.link import facts_of, step_loop
 
         engine = build(config)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        post(facts_of(engine))
-        StepLoop(engine.core, engine.calls, take, post, config.engine.step_timeout).run()
+        clients.facts = partial(facts_of, engine)
+        step_loop(engine, clients.take, clients.post).run()
         code = 0
     except Exception as error:
-        post(Ended(Failure.of(error)))
+        clients.tell_end(Ended(Failure.of(error)))
         code = 1
-    messages.close(linger=2000)
-    commands.close(linger=0)
-    context.term()
+    clients.close()
     return code
-
-
-def _connect(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket:
-    socket = context.socket(kind)
-    socket.set_hwm(0)
-    socket.connect(f"ipc://{Path(folder, name)}")
-    return socket
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from minivllm.engine.compilations import Compilations
 from minivllm.engine.core import EngineCore
 from minivllm.engine.messages import (
     Abort,
@@ -26,6 +27,8 @@ from minivllm.engine.watchdog import Watchdog
 from minivllm.errors import BadRequest, EngineDead
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import EngineRequest
+
+COMPILING_SECONDS = 0.002  # how long an idle loop waits for a command while a grammar is being compiled
 
 logger = logging.getLogger("minivllm")
 
@@ -57,17 +60,19 @@ class StepLoop:
         self,
         core: EngineCore,
         calls: Mapping[str, Callable[..., Any]],
-        take: Callable[[bool], Command | None],
+        take: Callable[[float | None], Command | None],
         post: Callable[[Message], None],
         step_timeout: float = 0.0,
+        compilations: Compilations | None = None,
     ) -> None:
-        """calls: what a front end may ask for by name. take(block): the next command; None if there is none and block
-        is False. post: to the front end; from the loop's thread and, if a step outlasts step_timeout (seconds; 0: no
-        limit), from another one."""
+        """calls: what a front end may ask for by name. take(patience): the next command; None if none comes within so
+        many seconds (None: as long as it takes). post: to the front end; from the loop's thread and, if a step outlasts
+        step_timeout (seconds; 0: no limit), from another one. compilations: None if no request has a grammar."""
         self._core = core
         self._calls = calls
         self._take = take
         self._post = post
+        self._compilations = compilations
         self._reporter = Reporter(core)
         core.observers.append(self._reporter)
         self._watchdog = Watchdog(step_timeout, lambda: core.plan, self._stalled)
@@ -96,16 +101,36 @@ class StepLoop:
 
     def _obey(self) -> bool:
         """Carry out what has arrived, waiting if there is nothing else to do. False: close."""
-        while (command := self._take(self._core.is_settled)) is not None:
+        self._add_compiled()
+        while (command := self._take(self._patience())) is not None:
             if isinstance(command, Add):
-                self._add(command.request)
+                if self._compilations is None or not self._compilations.hold(command.request):
+                    self._add(command.request)
             elif isinstance(command, Abort):
-                self._core.abort(command.req_ids)
+                self._abort(command.req_ids)
             elif isinstance(command, Call):
                 self._post(self._answer(command))
             else:
                 return False
         return True
+
+    def _patience(self) -> float | None:
+        if not self._core.is_settled:
+            return 0
+        return COMPILING_SECONDS if self._compilations is not None and self._compilations.is_busy else None
+
+    def _abort(self, req_ids: list[str]) -> None:
+        self._core.abort(req_ids)
+        if self._compilations is not None:
+            self._compilations.forget(req_ids)
+
+    def _add_compiled(self) -> None:
+        for compilation in self._compilations.ready() if self._compilations is not None else ():
+            for request in compilation.waiting:
+                if compilation.failure is None:
+                    self._add(request)
+                else:
+                    self._post(Refused(request.id, Failure.of(compilation.failure)))
 
     def _answer(self, call: Call) -> Returned:
         try:

@@ -13,6 +13,7 @@ from torch import Tensor
 from minivllm.compile.graphs import Captures, Exact
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.inputs import BatchKey
+from minivllm.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,9 @@ class ForwardRunner(Protocol):
 
 
 def device_inputs(batch: InputBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """token_ids and positions [padded T] int64, wherever they are now."""
-    return torch.as_tensor(batch.token_ids, device=device), torch.as_tensor(batch.positions, device=device)
+    """token_ids and positions [padded T] int64."""
+    here = isinstance(batch.token_ids, Tensor)
+    return batch.token_ids if here else upload(batch.token_ids, device), upload(batch.positions, device)
 
 
 class EagerForward:

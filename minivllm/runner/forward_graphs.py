@@ -49,25 +49,31 @@ class Graphed(NamedTuple):
 
 
 def none(at: Setting) -> Graphed:
-    return Graphed(at.make(at.model, at.device, at.options), at.attention, ("none", "as configured"))
+    return Graphed(at.make(at.model, at.device, at.options), at.attention, ("none", "called"))
 
 
 def piecewise(at: Setting) -> Graphed:
-    return _piecewise(at, make_recorder(at.device))
+    return _named("piecewise", _piecewise(at, make_recorder(at.device)), at.device)
 
 
 def full(at: Setting) -> Graphed:
     if (obstacle := _obstacle(at.attention)) is not None:
         return none(at)._replace(decision=("none", obstacle))
-    return _full(at, none(at), make_recorder(at.device))
+    return _named("full", _full(at, none(at), make_recorder(at.device)), at.device)
 
 
 def full_and_piecewise(at: Setting) -> Graphed:
     recorder = make_recorder(at.device)  # one pool of memory
     pieces = _piecewise(at, recorder)
-    if (obstacle := _obstacle(at.attention)) is not None:
-        return pieces._replace(decision=("piecewise", f"{pieces.decision[1]}; {obstacle}"))
-    return _full(at, pieces, recorder)
+    if (obstacle := _obstacle(at.attention)) is None:
+        return _named("full+piecewise", _full(at, pieces, recorder), at.device)
+    name, reason = _named("piecewise", pieces, at.device).decision
+    return pieces._replace(decision=(name, f"{reason}; {obstacle}"))
+
+
+def _named(name: str, graphed: Graphed, device: torch.device) -> Graphed:
+    how = "captured" if device.type == "cuda" else "recorded calls, as a CPU has no graphs"
+    return graphed._replace(decision=(name, f"{how}: {graphed.decision[1]}"))
 
 
 def _obstacle(attention: AttentionBackend) -> str | None:
@@ -80,22 +86,14 @@ def _obstacle(attention: AttentionBackend) -> str | None:
 def _piecewise(at: Setting, recorder: Recorder) -> Graphed:
     captures = Captures(capture_sizes(min(at.options.max_tokens, MAX_CAPTURED)), recorder)
     forward = at.make(at.model, at.device, replace(at.options, shapes=captures))
-    reason = f"{_how(at.device)}: {_shown(captures)} tokens, attention by itself"
-    return Graphed(forward, at.attention, ("piecewise", reason))
+    return Graphed(forward, at.attention, ("", f"between attentions in {_shown(captures)} tokens"))
 
 
 def _full(at: Setting, inner: Graphed, recorder: Recorder) -> Graphed:
     captures = Captures(capture_sizes(at.sizes.max_rows), recorder)
     forward = FullForward(inner.forward, at.model, at.device, captures)
-    attention = StaticAttention(inner.attention, at.sizes)
-    name, reason = inner.decision
-    whole = f"{_how(at.device)}: {_shown(captures)} decodes whole"
-    decision = ("full", whole) if name == "none" else (f"full+{name}", f"{whole}; {reason}")
-    return Graphed(forward, attention, decision)
-
-
-def _how(device: torch.device) -> str:
-    return "captured" if device.type == "cuda" else "recorded calls, as a CPU has no graphs"
+    reason = f"whole decodes in {_shown(captures)}, other steps {inner.decision[1]}"
+    return Graphed(forward, StaticAttention(inner.attention, at.sizes), ("", reason))
 
 
 def _shown(captures: Captures) -> str:

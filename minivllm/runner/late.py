@@ -28,6 +28,7 @@ from minivllm.runner.batch import InputBatch
 from minivllm.runner.inputs import BatchKey, InputBuilder
 from minivllm.sampling.base import Sampled
 from minivllm.sampling.verify import Verifier
+from minivllm.upload import upload
 
 UNKNOWN = -1  # a token that only the device knows
 
@@ -144,7 +145,7 @@ class LateTokens:
         if (drafts >= 0).any() or not self._sampler.is_plain(rows):
             return self._verifier(logits, rows, positions, drafts)
         tokens, valid = self._sampler.launch(logits, rows, positions)
-        self.newest[torch.from_numpy(rows).to(self._device)] = tokens
+        self.newest[upload(rows, self._device)] = tokens
         parcel = self._ring.send(torch.where(valid, tokens, ~tokens))
         placeholders = np.full(len(rows), UNKNOWN, np.int64)
         return Sampled(placeholders, [None] * len(rows), kept=np.arange(len(rows)), parcel=parcel)
@@ -158,10 +159,9 @@ class LateTokens:
         batch = self._inputs.build(plan, key)
         unknown = np.flatnonzero(batch.token_ids == UNKNOWN)
         if len(unknown):
-            token_ids = torch.from_numpy(batch.token_ids).to(self._device)
+            token_ids = upload(batch.token_ids, self._device)
             rows = batch.rows[np.searchsorted(batch.query_start, unknown, side="right") - 1]
-            at, rows = (torch.from_numpy(x).to(self._device) for x in (unknown, rows))
-            token_ids[at] = self.newest[rows]
+            token_ids[upload(unknown, self._device)] = self.newest[upload(rows, self._device)]
             batch.token_ids = token_ids
         return batch
 

@@ -47,6 +47,9 @@ class NaiveWorker(Worker):
         name, reason = "transformers", "executor.kind=naive: what transformers takes for this model"
         return self._decide("runner.attention", name, reason), NoAttention
 
+    def _rehearse(self, *_: object) -> None:
+        """The block pool is a ledger: nothing has to be left to forwards."""
+
     def _build_runner(
         self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, recipe: Recipe
     ) -> ModelRunner:

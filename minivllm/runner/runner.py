@@ -29,6 +29,7 @@ from minivllm.sampling.base import Sampled
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.verify import Verifier
 from minivllm.spec_decode.base import Proposer
+from minivllm.upload import upload
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class ModelRunner:
         samples = batch.sample_tokens
         if not len(samples):
             return Sampled(np.empty(0, np.int64), [], kept=np.empty(0, np.int64))
-        logits = self.model.logits(hidden[torch.from_numpy(samples).to(hidden.device)])
+        logits = self.model.logits(hidden[upload(samples, hidden.device)])
         positions = batch.positions[samples] + 1  # of the token being drawn
         return self.verifier(logits, batch.rows[batch.sample_requests], positions, batch.draft_tokens)
 

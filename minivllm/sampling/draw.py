@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.sampling.uniform import exponential
+from minivllm.sampling.noise import make_noise
+from minivllm.upload import upload
 
 BLOCK = 64  # tokens
 NUM_HEAD = 256  # at least so many of the largest values are looked at first
@@ -45,17 +46,17 @@ def draw(probs: Tensor, seeds: np.ndarray, positions: np.ndarray) -> tuple[Tenso
     mass = blocks.sum(-1).double()  # [S, B]
     total = mass.sum(-1)  # [S]
     valid = torch.isfinite(total) & (total > 0)
-    noise = exponential(seeds, positions, np.arange(blocks.shape[1]), stream=0)
-    block = _race(noise, mass)  # [S]
-    lanes = block.cpu().numpy()[:, None] * BLOCK + np.arange(BLOCK)  # [S, BLOCK]: token ids
-    inside = blocks[torch.arange(len(probs), device=probs.device), block]  # [S, BLOCK]
-    tokens = block * BLOCK + _race(exponential(seeds, positions, lanes, stream=1), inside.double())
+    noise, device = make_noise(seeds, positions, probs.device), probs.device
+    block = _race(noise(torch.arange(blocks.shape[1], device=device), stream=0), mass)  # [S]
+    lanes = block[:, None] * BLOCK + torch.arange(BLOCK, device=device)  # [S, BLOCK]: token ids
+    inside = blocks[torch.arange(len(probs), device=device), block]  # [S, BLOCK]
+    tokens = block * BLOCK + _race(noise(lanes, stream=1), inside.double())
     return torch.where(valid, tokens, 0), valid
 
 
-def _race(noise: np.ndarray, rates: Tensor) -> Tensor:
-    """noise [S, N] > 0, rates [S, N] float64 >= 0 -> [S]: who is first; a rate of 0 never arrives."""
-    return (torch.from_numpy(noise).to(rates.device) / rates).argmin(-1)
+def _race(noise: Tensor, rates: Tensor) -> Tensor:
+    """noise [S, N] > 0, rates [S, N] >= 0, both float64 -> [S]: who is first; a rate of 0 never arrives."""
+    return (noise / rates).argmin(-1)
 
 
 def apply_filters(probs: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> None:
@@ -66,7 +67,7 @@ def apply_filters(probs: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np
         return
     if probs.device.type == "cpu":
         return _apply_on_cpu(probs, filtered, top_k, top_p, min_p)
-    cuts = find_cuts_by_sort(probs, *(torch.from_numpy(x).to(probs.device) for x in (top_k, top_p, min_p)))
+    cuts = find_cuts_by_sort(probs, *(upload(x, probs.device) for x in (top_k, top_p, min_p)))
     probs.masked_fill_(probs < cuts, 0)
 
 

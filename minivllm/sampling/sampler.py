@@ -25,6 +25,7 @@ from minivllm.sampling.base import LogitsProcessor, Sampled
 from minivllm.sampling.draw import apply_filters, draw, pad_to_blocks
 from minivllm.sampling.logprobs import position_logprobs
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
+from minivllm.upload import upload
 
 # (probs [C, V] after all filters, seeds [C], positions [C], which logits rows of the call [C]) -> tokens, valid [C]
 Pick = Callable[[Tensor, np.ndarray, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
@@ -137,11 +138,11 @@ class Sampler:
             valid = torch.ones(len(rows), dtype=torch.bool, device=logits.device)
         for start in range(0, len(random), _CHUNK):
             chunk = random[start : start + _CHUNK]
-            part = logits[start : start + _CHUNK] if len(random) == len(rows) else logits[torch.from_numpy(chunk)]
+            at = upload(chunk, logits.device)
+            part = logits[start : start + _CHUNK] if len(random) == len(rows) else logits[at]
             probs = self.probabilities(part, rows[chunk])
             where = self.seed[rows[chunk]], positions[chunk]
             drawn, fine = draw(probs, *where) if pick is None else pick(probs, *where, chunk)
-            at = torch.from_numpy(chunk).to(logits.device)
             tokens[at], valid[at] = drawn, fine
         return tokens, valid
 
@@ -159,7 +160,7 @@ class Sampler:
     def probabilities(self, logits: Tensor, rows: np.ndarray) -> Tensor:
         """logits [C, V] of rows that are not greedy -> what their draws see: [C, V rounded up to BLOCK], not
         normalised."""
-        inverse = torch.from_numpy(1 / self.temperature[rows]).to(logits.device)[:, None]
+        inverse = upload(1 / self.temperature[rows], logits.device)[:, None]
         scaled = logits * inverse
         for processor in self._users(rows, keeps_argmax=True):
             scaled = processor.apply(scaled, rows)

@@ -49,6 +49,7 @@ from minivllm.serve.generation import Service, answer, attach, events
 from minivllm.serve.guard import Guard, Keys
 from minivllm.serve.rate_limit import RateLimit, RateLimiter
 from minivllm.serve.request_log import RequestLog
+from minivllm.serve.telemetry import NoTracing, Tracing
 from minivllm.serve.tools.parsers import HermesParser, ToolParser
 
 
@@ -96,8 +97,9 @@ def model_card(request: Request, name: str) -> protocol.ModelCard:
 
 async def health(request: Request) -> Response:
     engine = request.app.state.service.engine
-    status = "dead" if not engine.is_running else "stalled" if engine.stalled else "ok"
-    return reply(protocol.Health(status), 200 if status == "ok" else 503)
+    working = "degraded" if engine.dead_replicas else "ok"
+    status = "dead" if not engine.is_running else "stalled" if engine.stalled else working
+    return reply(protocol.Health(status), 200 if status == working else 503)
 
 
 async def version(request: Request) -> Response:
@@ -224,7 +226,7 @@ ENDPOINTS = (
         tokenize.Tokenize,
     ),
     Endpoint("POST", "/detokenize", tokenize.detokenize, "The text of tokens", tokenize.Text, tokenize.Detokenize),
-    Endpoint("GET", "/health", health, "200 while the engine runs, 503 if a step hangs, and after", protocol.Health),
+    Endpoint("GET", "/health", health, "200 while the engine or a replica runs, 503 if a step hangs", protocol.Health),
     Endpoint("GET", "/version", version, "The server's version", protocol.Version),
     Endpoint("GET", "/metrics", metrics, "Prometheus metrics"),
     Endpoint("GET", "/openapi.json", document, "This document"),
@@ -236,7 +238,7 @@ PAGE_ENDPOINTS = (
         "/debug/live",
         live.live,
         "The engine as it runs: an event about four times a second, while there is news",
-        streams=live.LiveEvent,
+        streams=live.Look,
         tasks=("generate",),
     ),
 )
@@ -268,23 +270,28 @@ def create_app(
     isolate_keys: bool = True,
     client_timeout: float = CLIENT_TIMEOUT,
     with_page: bool = True,
+    secret: bytes | None = None,
+    tracing: Tracing | NoTracing | None = None,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
     cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
-    rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached.
+    rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached; secret: of all
+    servers of one engine, which keeps keys apart in its cache (guard.Keys).
     client_timeout: seconds that a client may take to send a request, or leave an answer unread (serve/patience.py).
     debug_endpoints: with those below /debug, which show what the engine does for whom. with_page: the page at /, and
-    /debug/live, where it reads what the engine does.
+    /debug/live, where it reads what the engine does. tracing: where a span for each request goes; None: nowhere.
     """
     endpoints = ENDPOINTS + PAGE_ENDPOINTS * with_page + DEBUG_ENDPOINTS * debug_endpoints
+    tracing = tracing or NoTracing()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         app.state.closing = asyncio.get_running_loop().create_future()
         yield
         await engine.shutdown()
+        await asyncio.to_thread(tracing.close)
 
     routes = [Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in endpoints]
     app = Starlette(
@@ -293,8 +300,9 @@ def create_app(
         lifespan=lifespan,
     )
     paths = {route.endpoint: route.path for route in app.routes}
-    limiter = RateLimiter(rate_limit) if rate_limit else None
-    app.add_middleware(Guard, keys=Keys(api_keys, isolate_keys), metrics=metrics, paths=paths, limiter=limiter)
+    app.state.keys = keys = Keys(api_keys, isolate_keys, secret)
+    app.state.limiter = limiter = RateLimiter(rate_limit) if rate_limit else None
+    app.add_middleware(Guard, keys=keys, metrics=metrics, paths=paths, limiter=limiter)
     if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
         headers = ["x-request-id", "retry-after"]
         app.add_middleware(
@@ -307,7 +315,9 @@ def create_app(
     app.add_middleware(RequestLog)
     metrics.stats = engine.stats
     engine.watchers.append(metrics)
-    app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting)
+    if isinstance(tracing, Tracing):
+        engine.watchers.append(tracing)
+    app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting, tracing)
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
     app.state.client_timeout = client_timeout

@@ -30,7 +30,11 @@ from minivllm.serve import access, operate
 from minivllm.serve.tools import TOOL_PARSERS, choose
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from minivllm.engine.async_llm import AsyncLLM
+    from minivllm.engine.async_pooler import AsyncPooler
+    from minivllm.serve.rpc.server import GrpcServer
     from minivllm.serve.tools import Choice
 
 logger = logging.getLogger("minivllm.serve")
@@ -50,13 +54,21 @@ then:
 def main(argv: Sequence[str], prog: str = "python -m minivllm serve") -> int:
     args = parser(prog).parse_args(argv)
     logs.setup(args.log_format, args.log_level)
+    if args.api_servers < 1:
+        fail(f"--api-servers {args.api_servers}: must be at least 1")
     options = operate.engine_options(args, lora_options(args, engine_options(args)))
     app_options, tls = access.app_options(args) | operate.app_options(args), access.tls_options(args)
+    if args.grpc_port is not None:
+        check_grpc(args)
     listener = bind(args.host, args.port)
     for warning in access.warnings(listener.getsockname()[0], app_options["api_keys"], bool(tls)):
         logger.warning(warning)
-    with listener:
-        return serve(args, options, listener, app_options, tls)
+    if args.api_servers == 1:
+        with listener:
+            return serve(args, options, listener, app_options, tls)
+    from minivllm.serve.front_ends import serve_together
+
+    return serve_together(args, argv, prog, options, listener)
 
 
 def parser(prog: str) -> Parser:
@@ -65,6 +77,12 @@ def parser(prog: str) -> Parser:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network (127.0.0.1)")
     group.add_argument("--port", default=8000, type=int, help="0: any free one (8000)")
+    what = "server processes on the one port, for one engine in a process of its own; limits such as --rate-limit and"
+    group.add_argument(
+        "--api-servers", default=1, type=int, metavar="N", help=f"{what} --max-waiting are each server's own (1)"
+    )
+    what = "serve minivllm/serve/rpc/generate.proto over gRPC too; 0: any free one; needs the extra grpc"
+    group.add_argument("--grpc-port", type=int, metavar="PORT", help=f"{what} (off)")
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests call it (--model)")
     access.add_options(parser.add_argument_group("access"))
     operate.add_options(parser.add_argument_group("operation"))
@@ -111,6 +129,16 @@ def lora_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str,
     return {**options, "overrides": {**options["overrides"], **lora}}
 
 
+def check_grpc(args: argparse.Namespace) -> None:
+    """Before anything is loaded. Exits if gRPC is not installed, or its port cannot be had."""
+    from minivllm.serve.rpc.available import check
+
+    check()
+    if args.grpc_port == 0 and args.api_servers > 1:
+        fail(f"--grpc-port 0: with --api-servers {args.api_servers} name a port, since all of them serve on it")
+    bind(args.host, args.grpc_port).close()
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A socket that owns the address and does not listen yet. Exits with what to do if it cannot be had."""
     if not 0 <= port <= 65535:
@@ -152,46 +180,98 @@ def serve(
 ) -> int:
     """options: AsyncLLM's; app_options: create_app's; tls: Server's."""
     begin = time.perf_counter()
-    for noisy in ("uvicorn.error", "asyncio", "httpx"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
-    model = options.get("model", DEFAULT_MODEL)
-    print(f"Loading {model} ...", flush=True)
-    names = args.served_model_name or [model]
-    waiting.settle()  # before torch, which the imports below may bring
+    announce_loading(options)
     with interrupts_end_at_once():
-        from minivllm.engine.metrics import Metrics
-        from minivllm.serve.app import create_app
-        from minivllm.serve.pooling import report as report_pooling
         from minivllm.serve.pooling import start
         from minivllm.serve.server import Server
 
-        metrics = Metrics(names[0])
         engine = start(options)
-    if engine.task != GENERATE and args.tool_call_parser != "auto":
-        fail(f"--tool-call-parser {args.tool_call_parser}: under model.task={engine.task} no tool is called")
-    tools = choose(args.tool_call_parser, engine.tokenizer)
-    app = create_app(engine, metrics, names, tool_parser=tools.parser, lora_dirs=args.lora_dir, **app_options)
-    host, port = listener.getsockname()[:2]
-    url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    names = names_of(args, options)
+    app, tools = application(args, engine, names, app_options)
+
+    grpc = grpc_server(args, app, tls)
 
     def announce() -> None:
-        if engine.task == GENERATE:
-            report(engine, names, url, tools)
-        else:
-            report_pooling(engine, names, url)
-        page = f"in a browser: {url}   " if app_options["with_page"] else ""
-        print(f"\nReady in {time.perf_counter() - begin:.1f} s: {url}/v1   ({page}Ctrl-C stops)", flush=True)
+        report(engine, names, url_of(listener, bool(tls)), tools)
+        announce_ready(begin, args, listener, bool(tls), grpc.port if grpc else None)
 
     try:
-        return Server(app, announce, **tls).run_on(listener)
+        return Server(app, announce, [grpc.running()] if grpc else [], **tls).run_on(listener)
     except OSError as error:  # another server has begun to listen meanwhile: until then, both may hold the address
         if error.errno != errno.EADDRINUSE:
             raise
-        fail_in_use(host, port)
+        fail_in_use(*listener.getsockname()[:2])
 
 
-def report(engine: AsyncLLM, names: Sequence[str], url: str, tools: Choice) -> None:
+def quiet_others() -> None:
+    for noisy in ("uvicorn.error", "asyncio", "httpx"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def announce_loading(options: dict[str, Any]) -> None:
+    quiet_others()
+    print(f"Loading {options.get('model', DEFAULT_MODEL)} ...", flush=True)
+    waiting.settle()  # before torch, which later imports may bring
+
+
+def announce_ready(
+    begin: float, args: argparse.Namespace, listener: socket.socket, tls: bool, grpc_port: int | None
+) -> None:
+    seconds, url = time.perf_counter() - begin, url_of(listener, tls)
+    grpc = "" if grpc_port is None else f"gRPC: port {grpc_port}   "
+    page = f"in a browser: {url}   " if args.page else ""
+    print(f"\nReady in {seconds:.1f} s: {url}/v1   ({grpc}{page}Ctrl-C stops)", flush=True)
+
+
+def refuse_for_pooling(args: argparse.Namespace, task: str) -> None:
+    for flag, given, why in (
+        ("--tool-call-parser", None if args.tool_call_parser == "auto" else args.tool_call_parser, "no tool is called"),
+        ("--otlp-traces-endpoint", args.otlp_traces_endpoint, "requests have no spans"),
+        ("--grpc-port", args.grpc_port, "generate.proto has nothing to ask for"),
+    ):
+        if given is not None:
+            fail(f"{flag} {given}: under model.task={task} {why}")
+
+
+def grpc_server(args: argparse.Namespace, app: Starlette, tls: dict[str, Path]) -> GrpcServer | None:
+    if args.grpc_port is None:
+        return None
+    from minivllm.serve.rpc.server import GrpcServer
+
+    return GrpcServer(app, args.host, args.grpc_port, args.api_servers > 1, **tls)
+
+
+def names_of(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
+    """What requests may call the model."""
+    return args.served_model_name or [options.get("model", DEFAULT_MODEL)]
+
+
+def url_of(listener: socket.socket, tls: bool) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def application(
+    args: argparse.Namespace, engine: AsyncLLM | AsyncPooler, names: Sequence[str], app_options: dict[str, Any]
+) -> tuple[Starlette, Choice]:
+    """The application over an engine that is ready, and how it reads tool calls."""
+    from minivllm.engine.metrics import Metrics
+    from minivllm.serve.app import create_app
+    from minivllm.serve.telemetry import start as start_tracing
+
+    if engine.task != GENERATE:
+        refuse_for_pooling(args, engine.task)
+    tools, metrics = choose(args.tool_call_parser, engine.tokenizer), Metrics(names[0])
+    own = {"tool_parser": tools.parser, "lora_dirs": args.lora_dir, "tracing": start_tracing(args.otlp_traces_endpoint)}
+    return create_app(engine, metrics, names, **own, **app_options), tools
+
+
+def report(engine: AsyncLLM | AsyncPooler, names: Sequence[str], url: str, tools: Choice) -> None:
     """One table: what is served, then each choice that was made for the user, with its reason."""
+    if engine.task != GENERATE:
+        from minivllm.serve.pooling import report as report_pooling
+
+        return report_pooling(engine, names, url)
     info, config = engine.info, engine.config
     chosen = {decision.field: decision.reason for decision in engine.decisions}
     blocks = f"{info['num_blocks']:,} of {config.kv.block_size} tokens"

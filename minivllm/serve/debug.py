@@ -23,7 +23,7 @@ async def trace(request: Request) -> Response:
     asked = request.query_params.get("steps", str(min(DEFAULT_STEPS, most)))
     if not (asked.isdecimal() and len(asked) < 10 and 1 <= int(asked) <= most):
         raise BadRequest(f"steps must be a number from 1 to {most} (debug.recent_steps), got {asked}", "steps")
-    snapshot = await engine.recent_steps(int(asked))
+    snapshot = await engine.recent_steps(int(asked), replica_of(request))
     data = await asyncio.to_thread(trace_recent.chrome, snapshot)
     name = {"content-disposition": 'attachment; filename="minivllm-trace.json"'}
     return Response(data, media_type="application/json", headers=name)
@@ -49,3 +49,11 @@ async def process(request: Request) -> Response:
         known_requests=service.engine.num_requests,
     )
     return Response(msgspec.json.encode(state), media_type="application/json")
+
+
+def replica_of(request: Request) -> int:
+    """Which of several engine cores is asked for: ?replica=0."""
+    asked, number = request.query_params.get("replica", "0"), request.app.state.service.engine.config.engine.replicas
+    if not (asked.isdecimal() and len(asked) < 10 and int(asked) < number):
+        raise BadRequest(f"replica must be a number from 0 to {number - 1} (engine.replicas), got {asked}", "replica")
+    return int(asked)

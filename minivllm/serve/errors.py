@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from minivllm.errors import BadRequest, EngineDead, NeverFits, UnknownAdapter
+from minivllm.errors import BadRequest, EngineDead, NeverFits, ReplicaDead, UnknownAdapter
 from minivllm.registry import did_you_mean
 from minivllm.serve.messages_protocol import MessageError, MessageErrorDetail
 from minivllm.serve.protocol import ErrorBody, ErrorDetail
@@ -67,6 +67,12 @@ def too_slow(seconds: float) -> ApiError:
     return error
 
 
+def replica_dead() -> ApiError:
+    error = ApiError(503, "the replica that ran this request has ended; send the request again", code="replica_dead")
+    error.headers["retry-after"] = str(RETRY_SECONDS)
+    return error
+
+
 def too_many_viewers(most: int) -> ApiError:
     error = ApiError(429, f"{most} clients watch the engine already; close one", code="too_many_viewers")
     error.headers["retry-after"] = str(RETRY_SECONDS)
@@ -99,6 +105,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, "the request is nested too deeply", code="nested_too_deeply")
     if isinstance(error, ClientDisconnect):
         return client_left()
+    if isinstance(error, ReplicaDead):
+        return replica_dead()
     if isinstance(error, EngineDead):
         return ApiError(503, "the engine has stopped; the server's log has the reason. Restart it.", code="engine_dead")
     return ApiError(500, "an internal error ended this request; the server's log has the details", "internal_error")

@@ -10,9 +10,10 @@ their blocks. `watched` (serve/connection.py) closes it when the client leaves.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +32,8 @@ from minivllm.plan import NO_DISTRIBUTION
 from minivllm.registry import did_you_mean
 from minivllm.request import BeamSearchParams, SamplingParams
 from minivllm.serve import errors
-from minivllm.serve.protocol import PromptLogprob, PromptLogprobs, Sampling, Usage
+from minivllm.serve.protocol import CompletionRequest, PromptLogprob, PromptLogprobs, Sampling, Usage
+from minivllm.serve.telemetry import CONTEXT_HEADERS, NoTracing, Tracing
 from minivllm.serve.tools.parsers import ToolParser
 
 LONGEST_TOKEN = 256  # characters: no vocabulary has longer ones
@@ -52,6 +54,7 @@ class Service:
     names: Sequence[str]  # of the model; answers bear the first
     tool_parser: type[ToolParser] | None = None  # None: this model's calls cannot be read
     max_waiting: int | None = None
+    tracing: Tracing | NoTracing = field(default_factory=NoTracing)
     num_open: int = 0  # sequences asked of the engine, whose answers are not complete
 
     def admit(self) -> None:
@@ -59,8 +62,9 @@ class Service:
         and, since a burst can come between two steps, all that are open above a full batch."""
         if self.max_waiting is None:
             return
-        too_many = self.num_open >= self.engine.config.scheduler.max_num_seqs + self.max_waiting
-        if too_many or self.engine.stats.num_waiting >= max(1, self.max_waiting):
+        stats = self.engine.stats
+        full = len(stats.parts) * self.engine.config.scheduler.max_num_seqs
+        if self.num_open >= full + self.max_waiting or stats.num_waiting >= max(1, self.max_waiting):
             raise errors.queue_full()
 
     @property
@@ -90,9 +94,20 @@ class Job:
     params: SamplingParams | BeamSearchParams
     body: Sampling
     score_only: bool = False  # the prompt's logprobs are wanted, no token of an answer
+    trace_context: Mapping[str, str] = field(default_factory=dict)  # of the client's headers (telemetry.py)
+    arrival_time: float = field(default_factory=time.monotonic)
     tenant: str = ""  # whose part of the prefix cache it uses (guard.Keys.tenant); "": everybody's
     usage: Usage = field(default_factory=Usage)
     num_generated: Counter[int] = field(default_factory=Counter)  # by choice
+
+    @property
+    def operation(self) -> str:
+        """By OpenTelemetry's name."""
+        return "text_completion" if isinstance(self.body, CompletionRequest) else "chat"
+
+    @property
+    def model(self) -> str:
+        return self.service.answers_as(self.body)
 
     def choice(self, prompt: int, index: int) -> int:
         return prompt * self.params.n + index
@@ -100,8 +115,8 @@ class Job:
     async def outputs(self, kind: str) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(prompt number, output) as they come. kind: "delta" or "final"."""
         self.service.admit()
-        num_unfinished, reason = len(self.prompts), "abort"
-        num_sequences = num_unfinished * self.params.num_sequences
+        unfinished, reason = dict.fromkeys(range(len(self.prompts))), "abort"
+        num_sequences = len(unfinished) * self.params.num_sequences
         self.service.num_open += num_sequences
         try:
             async with aclosing(merge([self._generate(i, kind) for i in range(len(self.prompts))])) as merged:
@@ -110,24 +125,30 @@ class Job:
                     if self.score_only:
                         drop_answer(output)
                     self._count(i, output)
-                    num_unfinished -= output.finished
+                    if output.finished:
+                        del unfinished[i]
                     yield i, output
         except BadRequest:
-            num_unfinished = 0  # refused: it has never been a request of the engine
+            unfinished.clear()  # refused: it has never been a request of the engine
             raise
         except Exception:
             reason = "error"
             raise
         finally:
             self.service.num_open -= num_sequences
-            for _ in range(num_unfinished):
+            for i in unfinished:
                 self.service.metrics.on_request_end(reason)
+                self.service.tracing.end(self, self._request_id(i), reason, None, 0)
+
+    def _request_id(self, prompt: int) -> str:
+        """What the engine calls it."""
+        return f"{self.id}-{prompt}"
 
     def _generate(self, prompt: int, kind: str) -> AsyncIterator[RequestOutput]:
         return self.service.engine.generate(
             {"prompt_token_ids": self.prompts[prompt].token_ids},
             self.params,
-            f"{self.id}-{prompt}",
+            self._request_id(prompt),
             priority=self.body.priority or 0,
             cache_salt=self.tenant + (self.body.cache_salt or ""),
             output_kind=kind,
@@ -142,15 +163,19 @@ class Job:
             num_prompt = len(self.prompts[prompt].token_ids)
             self.usage.prompt_tokens += num_prompt
             self.usage.prompt_tokens_details.cached_tokens += output.num_cached_tokens or 0
-            longest = max(self.num_generated[self.choice(prompt, i)] for i in range(self.params.n))
-            self.service.metrics.on_request_end(output.outputs[-1].finish_reason, output.metrics, num_prompt, longest)
+            generated = [self.num_generated[self.choice(prompt, i)] for i in range(self.params.n)]
+            reason = output.outputs[-1].finish_reason
+            self.service.metrics.on_request_end(reason, output.metrics, num_prompt, max(generated))
+            self.service.tracing.end(self, self._request_id(prompt), reason, output, sum(generated))
         self.usage.total_tokens = self.usage.prompt_tokens + self.usage.completion_tokens
 
 
 def attach(job: Job, request: Request) -> None:
-    """The job is this HTTP request's work: its line in the log counts it, and its key says whose cache it shares."""
+    """The job is this HTTP request's work: its line in the log counts it, its key says whose cache it shares, and its
+    headers whose trace it belongs to."""
     request.state.job = job
     job.tenant = getattr(request.state, "tenant", "")
+    job.trace_context = {name: value for name in CONTEXT_HEADERS if (value := request.headers.get(name))}
 
 
 class Shape(Protocol):

@@ -28,11 +28,12 @@ class Keys:
     hashes are compared, each in constant time (`hmac.compare_digest`), and those of keys of any length are equally
     long."""
 
-    def __init__(self, keys: Iterable[str] = (), isolated: bool = True):
-        """isolated: each of several keys has its own part of the prefix cache."""
+    def __init__(self, keys: Iterable[str] = (), isolated: bool = True, secret: bytes | None = None):
+        """isolated: each of several keys has its own part of the prefix cache. secret: what servers that share an
+        engine share; None: of this object alone."""
         self._hashes = list(dict.fromkeys(_hash(key.encode()) for key in keys))
         self._isolated = isolated and len(self._hashes) > 1
-        self._secret = os.urandom(16)
+        self._secret = os.urandom(16) if secret is None else secret
 
     def __bool__(self) -> bool:
         return bool(self._hashes)

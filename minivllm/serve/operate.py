@@ -27,6 +27,8 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--debug-endpoints", action="store_true", help="GET /debug/trace: the last steps, for ui.perfetto.dev (off)"
     )
+    what = "send a span for each request to this OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces"
+    group.add_argument("--otlp-traces-endpoint", metavar="URL", help=f"{what}; needs the extra otel (off)")
 
 
 def engine_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
@@ -42,5 +44,9 @@ def engine_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[st
 
 
 def app_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords for create_app."""
+    """Keywords for create_app, beside `tracing`, which has threads. Exits if they cannot be followed."""
+    if args.otlp_traces_endpoint is not None:
+        from minivllm.serve import telemetry
+
+        telemetry.check(args.otlp_traces_endpoint)
     return {"debug_endpoints": args.debug_endpoints, "with_page": args.page}

@@ -512,7 +512,7 @@ class ErrorBody(Struct):
 
 
 class Health(Struct):
-    status: Literal["ok", "stalled", "dead"]
+    status: Literal["ok", "degraded", "stalled", "dead"]  # degraded: some replicas run, others are being started
 
 
 class Version(Struct):

@@ -11,7 +11,8 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import uvicorn
@@ -25,8 +26,15 @@ GRACE_SECONDS = 3
 
 
 class Server(uvicorn.Server):
-    def __init__(self, app: Starlette, on_ready: Callable[[], None] = lambda: None, **tls: Path):
-        """tls: ssl_certfile and ssl_keyfile, for HTTPS."""
+    def __init__(
+        self,
+        app: Starlette,
+        on_ready: Callable[[], None] = lambda: None,
+        beside: Sequence[AbstractAsyncContextManager] = (),
+        **tls: Path,
+    ):
+        """tls: ssl_certfile and ssl_keyfile, for HTTPS. beside: what is open as long as requests are taken; an OSError
+        of theirs means that an address is taken."""
         config = uvicorn.Config(
             app,
             http=QuickProtocol,  # on h11, the only one with a limit on headers
@@ -38,7 +46,8 @@ class Server(uvicorn.Server):
             **tls,
         )
         super().__init__(config)
-        self.app, self.on_ready = app, on_ready
+        self.app, self.on_ready, self.beside = app, on_ready, beside
+        self._open = contextlib.AsyncExitStack()
 
     def run_on(self, listener: socket.socket) -> int:
         """Serve until a signal; the exit code."""
@@ -49,6 +58,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
+            for context in self.beside:
+                await self._open.enter_async_context(context)
         except OSError:  # the address is taken after all
             await self.lifespan.shutdown()
             raise
@@ -56,6 +67,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.closing.set_result(None)
+        await self._open.aclose()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """GrammarCompiler: from a specification to a compiled grammar, by the first backend that can, at most once.
 
-Compiling takes milliseconds to seconds and happens where a request enters, never in the step loop. The worker that
-will run the request asks again and finds the result, since both share the compiler of their vocabulary while they live
-in one process; a worker elsewhere compiles for itself.
+Compiling takes milliseconds to seconds and happens where a request enters the core's process, never in the step loop
+(engine/compilations.py). The worker that will run the request asks again and finds the result, since both share the
+compiler of their vocabulary while they live in one process; a worker elsewhere compiles for itself.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 self._vocabulary = self._load_vocabulary()
             return self._vocabulary
+
+    def has(self, params: StructuredParams) -> bool:
+        """Whether compile() would return at once."""
+        with self._lock:
+            found = self._grammars.get(params.key)
+        return found is not None and found.done() and found.exception() is None
 
     def compile(self, params: StructuredParams) -> CompiledGrammar:
         """Raises BadRequest, naming the request's field, for what is wrong, too large, or beyond every backend.

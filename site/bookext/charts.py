@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from bookext.frames import Frame, element, slot
 
 WIDE, NARROW, HEIGHT = 640, 350, 300
-LEFT, RIGHT, TOP, BOTTOM = 62, 18, 30, 46
+LEFT, RIGHT, TOP, BOTTOM = 62, 18, 12, 28
+MANY = 24  # points of a line: more have no dots, and round numbers below
 
 # One colour for each meaning in the whole book (static/book.css has them).
 MEANINGS = ("without", "with", "v0", "v1", "contiguous", "other", "better", "worse")
@@ -96,18 +97,24 @@ def line(
     xs: Sequence[float], series: Sequence[Series], x_label: str, y_label: str, log: str = "", tag: str = "mv-chart"
 ) -> str:
     """log: the axes that are logarithmic, of "xy". The reader steps through the xs."""
-    x_values = list(xs) if "x" in log else [*xs, 0.0]
-    share = scale(x_values, 0, 1, "x" in log).share
+    share = x_scale(xs, log, 0, 1).share
     frames = [_point_frame(i, xs, series, x_label, y_label, log) for i in range(len(xs))]
     last = len(xs) - 1
-    drawn = legend(series) + both(lambda width: _line(width, xs, series, x_label, y_label, log, frames[last]))
+    drawn = legend(series) + axis_label(y_label)
+    drawn += both(lambda width: _line(width, xs, series, f"{y_label} against {x_label}", log, frames[last]))
+    drawn += axis_label(x_label, "below")
     drawn += f'<p class="mv-said">{slot(frames[last], "said")}</p>'
     return element(tag, drawn, frames, "the chart's points", last, times=[share(x) for x in xs], nearest=True)
 
 
+def x_scale(xs: Sequence[float], log: str, begin: float, end: float) -> Scale:
+    """From 0 to the largest value; by a logarithmic axis from a round number to another."""
+    return scale(xs, begin, end, is_log=True) if "x" in log else Scale([0.0, max(xs)], begin, end)
+
+
 def _axes(width: int, xs: Sequence[float], series: Sequence[Series], log: str) -> tuple[Scale, Scale]:
     ys = [value for s in series for value in (*s.low, *s.high)]
-    x = scale(list(xs) if "x" in log else [*xs, 0.0], LEFT, width - RIGHT, "x" in log)
+    x = x_scale(xs, log, LEFT, width - RIGHT)
     return x, scale(ys, HEIGHT - BOTTOM, TOP, "y" in log)
 
 
@@ -130,25 +137,29 @@ def _line(
     width: int,
     xs: Sequence[float],
     series: Sequence[Series],
-    x_label: str,
-    y_label: str,
+    title: str,
     log: str,
     frame: Frame,
 ) -> str:
     x, y = _axes(width, xs, series, log)
-    parts = [grid(y, width, y_label), *x_marks(xs, x)]
-    middle = (LEFT + width - RIGHT) / 2
-    parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    parts.append(cursor(width, frame))
+    round_ones = x.marks if x.is_log else ticks(max(xs))
+    named = [mark for mark in round_ones if mark <= max(xs)] if len(xs) > MANY else xs
+    parts = [grid(y, width), *x_marks(named, x), cursor(width, frame)]
     for number, s in enumerate(series):
         points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(xs, s.values, strict=True))
         parts.append(f'<g class="m-{s.meaning}"><polyline points="{points}" fill="none" stroke-width="2.5"/>')
         for a, b, low, high in zip(xs, s.values, s.low, s.high, strict=True):
             if high > low:
                 parts.append(f'<path class="spread" d="M{x(a):.1f} {y(low):.1f}V{y(high):.1f}"/>')
-            parts.append(dot(number, x(a), y(b)))
+            if len(xs) <= MANY:
+                parts.append(dot(number, x(a), y(b)))
         parts.append("</g>")
-    return svg([*parts, plot(width)], width, HEIGHT, f"{y_label} against {x_label}", "mv-area")
+    return svg([*parts, plot(width)], width, HEIGHT, title, "mv-area")
+
+
+def axis_label(text: str, place: str = "above") -> str:
+    """What an axis shows. As a paragraph and not in the picture, so that it breaks where there is no room for it."""
+    return f'<p class="axis-label {place}">{escape(text)}</p>'
 
 
 def cursor(width: int, frame: Frame) -> str:
@@ -164,7 +175,7 @@ def plot(width: int) -> str:
 
 
 def x_marks(xs: Sequence[float], x: Scale) -> list[str]:
-    """The values that were measured, as far as there is room for their names. One at the right edge stays inside."""
+    """Names of values, as far as there is room for them. One at the right edge stays inside."""
     parts, free = [], -math.inf
     for value in xs:
         half = 4 * len(shown(value))
@@ -198,13 +209,12 @@ def legend(series: Sequence[Series]) -> str:
     return f'<p class="legend">{keys}</p>'
 
 
-def grid(y: Scale, width: int, label: str) -> str:
-    lines = "".join(
+def grid(y: Scale, width: int) -> str:
+    return "".join(
         f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>'
         f'<text class="tick" x="{LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{shown(v)}</text>'
         for v in y.marks
     )
-    return lines + f'<text class="label" x="4" y="16">{escape(label)}</text>'
 
 
 # ---------------------------------------------------------------------------------------- bars
@@ -212,7 +222,7 @@ def grid(y: Scale, width: int, label: str) -> str:
 
 def bars(labels: Sequence[str], series: Series, unit: str, beside: Sequence[float | None] = ()) -> str:
     """Horizontal bars, one a row. beside: a second figure for each, where there is one, as a mark (a paper's)."""
-    return both(lambda width: _bars(width, labels, series, unit, beside))
+    return axis_label(unit) + both(lambda width: _bars(width, labels, series, unit, beside))
 
 
 def _bars(width: int, labels: Sequence[str], series: Series, unit: str, beside: Sequence[float | None]) -> str:
@@ -221,7 +231,7 @@ def _bars(width: int, labels: Sequence[str], series: Series, unit: str, beside: 
     row, left, down = (48, 8, 18) if is_above else (30, needed, 0)
     height = TOP + row * len(labels) + 8
     x = Scale([0.0, max([*series.high, *(b for b in beside if b)])], left, width - 58)
-    parts = [f'<text class="label" x="4" y="{TOP - 12}">{escape(unit)}</text>']
+    parts = []
     for i, (label, value, low, high) in enumerate(zip(labels, series.values, series.low, series.high, strict=True)):
         y = TOP + row * i + down
         place = f'x="{left}" y="{y - 2}"' if is_above else f'x="{left - 8:g}" y="{y + 16}" text-anchor="end"'
@@ -259,7 +269,7 @@ RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5, 10)  # t
 
 def waterfall(ratios: Sequence[Ratio], unit: str) -> str:
     """Ratios on a logarithmic axis, so that steps which multiply up are lengths that add up."""
-    return both(lambda width: _waterfall(width, ratios, unit))
+    return axis_label(unit) + both(lambda width: _waterfall(width, ratios, unit))
 
 
 def _waterfall(width: int, ratios: Sequence[Ratio], unit: str) -> str:
@@ -270,7 +280,7 @@ def _waterfall(width: int, ratios: Sequence[Ratio], unit: str) -> str:
     ends = [r.starts * value for r in ratios for value in (1.0, r.low, r.high)]
     x = Scale([min(ends) / 1.04, max(ends) * 1.04], left, width - 62, is_log=True)
     marks = [mark for mark in RATIOS if x.marks[0] <= mark <= x.marks[1]]
-    parts, free = [f'<text class="label" x="4" y="16">{escape(unit)}</text>'], -math.inf
+    parts, free = [], -math.inf
     for mark in sorted(marks, key=lambda m: (m != 1, m)):
         at = x(mark)
         kind = "one" if mark == 1 else "grid"

@@ -158,7 +158,7 @@ class Ablation(Directive):
         ratio, changes = row["ratios"][name], row["changes"]
         ends = [", ".join(str(change[i]) for change in changes.values()) for i in (0, 1)]
         figures = [f"{ratio[key]:.2f}" for key in ("ratio", "low", "high")]
-        return [row["switch"], *ends, row["workload"], name, *figures, ratio["verdict"] or "no difference shown"]
+        return [row["switch"], *ends, row["workload"], name, *figures, ratio["verdict"] or "neither"]
 
 
 def ratio_of(found: dict[str, Any], name: str, title: str) -> charts.Ratio:

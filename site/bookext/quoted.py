@@ -46,7 +46,8 @@ class Predict(Directive):
     def build(self) -> list[nodes.Node]:
         choices, answer = self.parts()
         question = nodes.paragraph("", "", classes=["question"])
-        question += nodes.strong(text=f"Predict. {self.arguments[0]}")
+        asked, _ = self.parse_inline(self.arguments[0])
+        question += nodes.strong("", "", nodes.Text("Predict. "), *asked)
         return [self.box("predict", question, *self.parsed(choices), *self.folded("The answer", self.parsed(answer)))]
 
 
@@ -76,7 +77,7 @@ class Switch(Directive):
         if not rows:
             raise records.RecordError("no row of minivllm/features.py names this chapter")
         cells = [(f.field, ", ".join(map(str, f.options)), f.default, f.what) for f in rows]
-        return [html(charts.table(("--set", "options", "default", "what it decides"), cells))]
+        return [self.box("switch", html(charts.table(("--set", "options", "default", "what it decides"), cells)))]
 
 
 class Map(Directive):

@@ -172,9 +172,15 @@ class Lane(NamedTuple):
         times = [s.end for s in self.slices if s.req_id == req_id and s.num_out and s.end <= until]
         return list(zip(times, times[1:], strict=False))
 
+    def idle(self, req_id: str, shortest: float) -> list[tuple[float, float]]:
+        """(from, to) of at least so many ms: between a token of a request and the step that gives its next."""
+        began = {s.end: s.begin for s in self.slices if s.req_id == req_id}
+        return [(a, began[b]) for a, b in self.gaps(req_id) if began[b] - a >= shortest]
+
     def longest_gap(self, until: float = math.inf) -> float:
-        """Of all requests, in ms; 0 before anybody's second token."""
-        return max((b - a for req_id in self.arrivals for a, b in self.gaps(req_id, until)), default=0.0)
+        """Of all requests, in ms; a wait that goes on at `until` counts as far as it has come."""
+        gaps = (gap for req_id in self.arrivals for gap in self.gaps(req_id))
+        return max((min(b, until) - a for a, b in gaps if a < until), default=0.0)
 
 
 def lane(found: Trace) -> Lane:

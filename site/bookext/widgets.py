@@ -33,7 +33,7 @@ def timeline(found: Sequence[Trace], names: Sequence[str], seconds: float, autop
     drawn = "".join(
         _lane(frames[-1], i, lane, name, total, stall) for i, (lane, name) in enumerate(zip(lanes, names, strict=True))
     )
-    has_stalls = any(lane.longest_gap() >= stall for lane in lanes)
+    has_stalls = any(lane.idle(req_id, stall) for lane in lanes for req_id in lane.arrivals)
     kinds = {"prompt": "a prompt, computed", "token": "a token", **({"stall": "a stall"} if has_stalls else {})}
     keys = "".join(f'<i class="mv-key" data-is="{kind}"></i>{name}' for kind, name in kinds.items())
     legend = f'<p class="mv-legend" aria-hidden="true">{keys}</p>'
@@ -85,10 +85,7 @@ def _bars(lane: Lane, req_id: str, scale: float, shortest: float) -> str:
     waits = _box(lane.arrivals[req_id] * scale, mine[0].begin * scale, ROW / 2 - 1, 2)
     prompt = "".join(_box(s.begin * scale, s.end * scale - 1, 1, ROW - 2) for s in mine if s.is_prompt)
     token = "".join(_box(s.begin * scale, s.end * scale - 1.5, 5, ROW - 10) for s in mine if not s.is_prompt)
-    # A gap ends with the step that gave the token: what is idle of it is before that step.
-    stalls = [(a, b) for a, b in lane.gaps(req_id) if b - a >= shortest]
-    idle = [(a, next(s.begin for s in mine if s.end == b)) for a, b in stalls]
-    stall = "".join(_box(a * scale, b * scale, 3, ROW - 6) for a, b in idle)
+    stall = "".join(_box(a * scale, b * scale, 3, ROW - 6) for a, b in lane.idle(req_id, shortest))
     kinds = (("wait", waits), ("stall", stall), ("prompt", prompt), ("token", token))
     return "".join(f'<path data-is="{kind}" d="{path}"/>' for kind, path in kinds if path)
 
@@ -242,7 +239,8 @@ def roofline(roof: Roof, loads: Sequence[Load], start: int | None) -> str:
     """How fast work of a certain intensity can be at most, and how fast it was."""
     start = len(loads) - 1 if start is None else start
     frames = [_roof_frame(roof, loads, load) for load in loads]
-    drawn = charts.both(lambda width: _roof(width, roof, loads, frames[start]))
+    drawn = charts.axis_label("GFLOP/s") + charts.both(lambda width: _roof(width, roof, loads, frames[start]))
+    drawn += charts.axis_label("FLOP for each byte moved", "below")
     drawn += f'<p class="mv-said">{slot(frames[start], "said")}</p>'
     places = _roof_axes(charts.WIDE, roof, loads)[0]
     times = [places.share(load.intensity) for load in loads]
@@ -273,11 +271,7 @@ def _roof(width: int, roof: Roof, loads: Sequence[Load], frame: Frame) -> str:
     x, y = _roof_axes(width, roof, loads)
     ridge = roof.compute / roof.memory
     left, right = x.marks[0], x.marks[-1]
-    parts = [charts.grid(y, width, "GFLOP/s"), *charts.x_marks(x.marks, x)]
-    parts.append(
-        f'<text class="label" x="{(charts.LEFT + width - charts.RIGHT) / 2}" y="{charts.HEIGHT - 6}" '
-        'text-anchor="middle">FLOP for each byte moved</text>'
-    )
+    parts = [charts.grid(y, width), *charts.x_marks(x.marks, x)]
     slope = f"M{x(left):.1f} {y(roof.at(left)):.1f}L{x(ridge):.1f} {y(roof.compute):.1f}H{x(right):.1f}"
     parts.append(f'<g class="m-other"><path class="roof" d="{slope}"/></g><g class="m-v1">')
     parts += [charts.dot(0, x(load.intensity), y(load.reached)) for load in loads]

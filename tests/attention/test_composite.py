@@ -10,10 +10,11 @@ from attention.test_backends import MIXED, assert_right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm import LLM, SamplingParams
 from minivllm.attention.composite import pair
 from minivllm.attention.flex import FlexBackend
 from minivllm.attention.reference import ReferenceAttention
-from minivllm.attention.rows import batch_of, split
+from minivllm.attention.rows import batch_of, split, take
 from minivllm.attention.select import choose
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
@@ -94,7 +95,7 @@ def test_a_part_of_a_batch_is_a_batch():
         for i, r in enumerate(part.requests):
             rows, whole = slice(*own.query_start[i : i + 2]), slice(*batch.query_start[r : r + 2])
             assert count is None or rows.stop - rows.start == count
-            for name in ("token_ids", "positions", "slot_mapping"):
+            for name in ("positions", "slot_mapping"):
                 assert np.array_equal(getattr(own, name)[rows], getattr(batch, name)[whole])
             assert own.seq_lens[i] == batch.seq_lens[r] and own.req_ids[i] == batch.req_ids[r]
             assert np.array_equal(own.block_tables[i], batch.block_tables[r])
@@ -105,7 +106,20 @@ def test_rows_that_lie_together_are_a_view():
     decodes, others = split(case.batch(case.now), CPU)
     assert (decodes.rows, others.rows) == (slice(0, 2), slice(2, 11))
     x = torch.randn(11, 3)
-    assert others.take(x).data_ptr() == x[2].data_ptr()
+    assert take(x, others.rows).data_ptr() == x[2].data_ptr()
+
+
+def test_whole_decodes_are_the_firsts_and_are_recorded_if_it_can_be():
+    prompts = [[1, 2, 3], list(range(30)), [7]]
+    tokens = {}
+    for attention in ("reference", "reference,flex"):
+        overrides = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40}
+        overrides |= {"runner.attention": attention, "scheduler.max_num_seqs": 4, "runner.graphs": "full"}
+        with LLM(overrides={**overrides, "debug.check": True, "executor.num_threads": 1}) as llm:
+            assert {d.field: str(d.value) for d in llm.decisions}["runner.graphs"] == "full"
+            outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+            tokens[attention] = [list(o.outputs[0].token_ids) for o in outputs]
+    assert tokens["reference,flex"] == tokens["reference"]
 
 
 def test_a_pair_is_one_option():

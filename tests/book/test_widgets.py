@@ -260,3 +260,9 @@ def test_the_data_of_a_widget_cannot_end_its_element():
     assert json.loads(
         frames.element("mv-x", "", [{"a": "</script>"}], "x").partition('json">')[2].partition("</script>")[0]
     )["frames"] == [["</script>"]]
+
+
+def test_a_wait_that_goes_on_is_counted_as_far_as_it_has_come():
+    slices = [replay.Slice("a", t, t + 1, 1, False, 1) for t in (0, 9)]
+    lane = replay.Lane({"a": 0}, slices)
+    assert [lane.longest_gap(until) for until in (0.5, 1, 4, 10, 20)] == [0, 0, 3, 9, 9]

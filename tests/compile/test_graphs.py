@@ -271,6 +271,13 @@ def test_which_steps_are_whole(tiny):
     assert both.key_for(2, 70, 69) == BatchKey(70)  # longer than the longest
 
 
+def test_captures_are_made_largest_first_and_each_in_warm_up(tiny):
+    forward, keys = graphed(tiny, full_and_piecewise)[0].forward, []
+    forward.warmup(keys.append)
+    assert [key.num_tokens for key in keys if not key.whole] == list(capture_sizes(64))
+    assert [key.num_tokens for key in keys if key.whole] == [6, 4, 3, 2, 1]
+
+
 def test_padding_reads_no_kv_that_was_not_written(wanted, monkeypatch):
     """NaN wherever nothing was written: it would come out of any row that read it."""
     rows, run_model = [], ModelRunner.run_model

@@ -23,6 +23,8 @@ DATA_PLANE = [
     "graphs",
     "executor",
     "core",
+    "replicas",
+    "router",
     "structured",
 ]
 AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]

@@ -141,11 +141,11 @@ def test_health_and_metrics_say_that_a_step_hangs_and_that_it_is_over():
             answer = asyncio.create_task(http.post("/v1/completions", json=body))
             while await health() != (503, "stalled"):
                 await asyncio.sleep(0.01)
-            assert 'num_stalled_steps_total{model_name="tiny"} 1.0' in (await http.get("/metrics")).text
+            assert 'num_stalled_steps_total{engine="0",model_name="tiny"} 1.0' in (await http.get("/metrics")).text
             hang.set()
             assert (await answer).status_code == 200
             assert await health() == (200, "ok")
-            assert 'num_stalled_steps_total{model_name="tiny"} 1.0' in (await http.get("/metrics")).text
+            assert 'num_stalled_steps_total{engine="0",model_name="tiny"} 1.0' in (await http.get("/metrics")).text
 
     try:
         asyncio.run(asyncio.wait_for(talk(), 30))

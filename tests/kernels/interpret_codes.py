@@ -205,8 +205,10 @@ def test_a_sink_takes_the_weight_that_it_is_due():
 
 
 @pytest.mark.parametrize("codes", CODES, ids=str)
-def test_the_backend_writes_and_reads_codes(codes):
-    case = Case(spec_of(), [(20, 5), (40, 1), (0, 9)], kv_dtype=codes, padding=2)
+@pytest.mark.parametrize("head_size, block_size", [(16, 16), (20, 1), (96, 256)])
+def test_the_backend_writes_and_reads_codes(codes, head_size, block_size):
+    layer = spec_of(head_size=head_size, window=30)
+    case = Case(layer, [(20, 5), (40, 1), (0, 9)], block_size, kv_dtype=codes, padding=2)
     backend = TritonAttention([case.spec], case.kv_spec, case.num_blocks + 1, CPU, (SMALL, Tile(32, 16, 4)))
     kv = torch.full(backend.kv_shape(case.num_blocks + 1), -1, dtype=torch.int8).view(codes)
     for r, (computed, _) in enumerate(case.requests):

@@ -16,18 +16,25 @@ SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 
 SMALL |= {"executor.num_threads": 1, "scheduler.max_num_batched_tokens": 24, "scheduler.max_num_seqs": 2}
 
 
-def generate(attention: str, kv: str = "auto") -> list[list[int]]:
+def generate(attention: str, kv: str = "auto", graphs: str = "none") -> list[list[int]]:
     rng = random.Random(0)
     shared = [rng.randrange(200) for _ in range(17)]
     prompts = [shared + [rng.randrange(200) for _ in range(n)] for n in (1, 20)]
     params = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0.0, 0.8)]
-    own = {"runner.attention": attention, "kv.dtype": kv, "debug.check": True}
+    own = {"runner.attention": attention, "kv.dtype": kv, "runner.graphs": graphs, "debug.check": True}
     with LLM(overrides=SMALL | own) as llm:
+        assert graphs in (decision := {d.field: str(d.value) for d in llm.decisions}).get("runner.graphs", "none"), (
+            decision
+        )
         return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def test_tokens_equal_the_references():
     assert generate("triton") == generate("reference")
+
+
+def test_whole_decodes_are_recorded_with_numbers_that_hold_for_every_length():
+    assert generate("triton", graphs="full") == generate("reference")
 
 
 @pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))

@@ -53,6 +53,7 @@ class FakeEngine:
     task = "generate"
     is_running = True
     stalled = None
+    dead_replicas = ()
     decisions = ()
     config = SimpleNamespace(model=SimpleNamespace(path="fake"), scheduler=SimpleNamespace(max_num_seqs=2))
 

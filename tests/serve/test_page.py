@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from minivllm.serve import page
+from minivllm.serve import command, operate, page
 
 FILES = sorted(path.name for path in page.FOLDER.iterdir())
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -51,6 +51,11 @@ def test_it_needs_no_key_and_can_be_switched_off(fake_engine, serving):
         assert httpx.get(url).status_code == httpx.get(f"{url}/page/app.js").status_code == 200
     with serving(fake_engine, with_page=False) as url:
         assert httpx.get(url).status_code == httpx.get(f"{url}/page/app.js").status_code == 404
+
+
+def test_the_option_says_so():
+    for given, wanted in (([], True), (["--page"], True), (["--no-page"], False)):
+        assert operate.app_options(command.parser("serve").parse_args(given))["with_page"] is wanted
 
 
 def test_the_files_name_each_other_and_nothing_from_elsewhere():

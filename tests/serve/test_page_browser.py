@@ -144,6 +144,14 @@ def test_stop_ends_the_answer_and_the_request(open_page, servers):
     assert re.search(r"num_requests_running\{[^}]*\} 0\.0", metrics), "the engine still works on it"
 
 
+def test_a_double_click_on_send_does_not_stop_what_it_sent(open_page):
+    page = open_page()
+    set_up(page)
+    page.get_by_label("Message").fill("Hello")
+    page.get_by_role("button", name="Send").dblclick()
+    expect(answered(page).locator(".stats")).to_contain_text("cut at max tokens")
+
+
 def test_regenerate_clear_and_the_same_seed(open_page):
     page = open_page()
     set_up(page)
@@ -228,6 +236,23 @@ def test_a_tokens_rivals_are_reached_by_the_keyboard(open_page):
     expect(group.locator("[aria-live]")).to_contain_text("Chosen with")
     page.keyboard.press("Escape")
     expect(answer.locator(".rivals")).to_be_hidden()
+
+
+def test_a_pool_of_any_size_has_a_map(open_page):
+    page = open_page()
+    made = page.evaluate("""async () => {
+        const { BlockMap } = await import("/page/blocks.js");
+        const map = new BlockMap();
+        document.querySelector("mv-chat").append(map.element);
+        map.element.style.width = "600px";
+        const look = { blocks: "c3u7s2f999988", block_size: 16 };
+        map.draw(look, { name: "x", blocks: [[3, 7], [999999, 1]], ended: false });
+        const box = map.picture.getBoundingClientRect();
+        return [map.total, map.inUse, map.about.textContent, box.height, map.detail.textContent];
+    }""")
+    assert made[:2] == [1_000_000, 9] and made[3] <= 220
+    assert re.fullmatch(r"1,000,000 blocks of 16 tokens; a square is \d+ of them, and shows the busiest", made[2])
+    assert made[4] == "999,988 free, 3 cached, 7 used, 2 shared. Request x has the 8 blocks with an outline."
 
 
 def test_what_a_model_writes_is_never_markup(open_page):

@@ -142,12 +142,12 @@ def test_a_backend_that_is_not_installed(monkeypatch):
     with pytest.raises(ConfigError, match="pip install"):
         engine("xgrammar")
     with engine("auto") as llm:
-        assert list(name for name, _ in llm._front._grammars._classes) == ["dfa"]
+        assert list(name for name, _ in llm._client._grammars._classes) == ["dfa"]
         assert generate(llm, [sampling(KINDS["regex"][0])])[0].finish_reason == "stop"
 
 
 def test_nothing_is_compiled_in_the_step_loop(llm):
     """The worker finds what the front end has compiled: both have one compiler."""
     step = llm._core.executor.worker.runner.sampler.processors[0]
-    assert step.compiler is llm._front._grammars
+    assert step.compiler is llm._client._grammars
     assert set(BACKENDS) == {name for name, _ in step.compiler._classes}

@@ -44,7 +44,7 @@ class Answer extends HTMLElement {
     if (tokens.length || text) {
       this.#times.last = performance.now();
       this.#times.first ||= this.#times.last;
-      this.#numTokens += tokens.length || 1; // without log-probabilities a piece of text stands for a token, until `usage`
+      this.#numTokens += tokens.length || 1; // a piece of text stands for a token, until `usage` comes
     }
     this.#tokens.add(tokens);
     this.text += text;
@@ -86,15 +86,17 @@ class Answer extends HTMLElement {
     this.removeAttribute("aria-busy");
     this.draw();
     const labels = Object.entries({ ...(this.text && { Copy: () => copy(this.text) }), ...this.actions });
-    const buttons = labels.map(([label, act]) => h("button", { class: "quiet", type: "button", "data-action": label, onclick: act }, label));
-    this.foot.append(h("span", { class: "actions" }, buttons));
+    const button = ([label, act]) =>
+      h("button", { class: "quiet", type: "button", "data-action": label, onclick: act }, label);
+    this.foot.append(h("span", { class: "actions" }, labels.map(button)));
   }
 
   #statistics() {
     const { sent, first, last } = this.#times;
     if (!first) return this.#ending ? ENDINGS[this.#ending] ?? this.#ending : "waiting for the first token";
     const parts = [`TTFT ${duration(first - sent)}`];
-    if (this.#numTokens > 1 && last > first) parts.push(`${rate((this.#numTokens - 1) / ((last - first) / 1000))} tokens/s`);
+    const seconds = (last - first) / 1000;
+    if (this.#numTokens > 1 && seconds) parts.push(`${rate((this.#numTokens - 1) / seconds)} tokens/s`);
     parts.push(plural(this.#numTokens, "token"));
     if (this.#ending) parts.push(ENDINGS[this.#ending] ?? this.#ending);
     return parts.join(" · ");

@@ -58,7 +58,7 @@ function sentence(text) {
   return /[.!?]$/.test(begun) ? begun : `${begun}.`;
 }
 
-/** The objects of a stream of server-sent events, until [DONE]. An error among them is raised, and so is an early end. */
+/** The objects of a stream of server-sent events, until [DONE]. Raises the error that is one, and an early end. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

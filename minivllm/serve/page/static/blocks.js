@@ -30,12 +30,12 @@ export class BlockMap {
 
   /** highlight: {name, blocks: [[first, number]], ended} of a request, or null. */
   draw({ blocks, block_size: blockSize }, highlight) {
-    const states = parse(blocks);
-    const numbers = Object.fromEntries(STATES.map((name, i) => [name, states.reduce((n, state) => n + (state === i), 0)]));
+    const { states, numbers } = parse(blocks);
     this.total = states.length;
     this.inUse = numbers.used + numbers.shared;
     const grid = layout(states.length, this.element.clientWidth - 42);
-    for (const [i, name] of STATES.entries()) set(this.paths[name], "d", squares(busiest(states, grid.each), i, grid, name));
+    const cells = busiest(states, grid.each);
+    for (const [i, name] of STATES.entries()) set(this.paths[name], "d", squares(cells, i, grid, name));
     set(this.mine, "d", highlight ? outlines(highlight.blocks, grid) : "");
     set(this.picture, "height", grid.height);
     const said = STATES.map((name) => `${count(numbers[name])} ${name}`).join(", ");
@@ -48,13 +48,22 @@ export class BlockMap {
 
 function tell({ name, blocks, ended }) {
   const number = plural(blocks.reduce((n, [, length]) => n + length, 0), "block");
-  return ended ? `Request ${name} has ended; it had the ${number} with an outline.` : `Request ${name} has the ${number} with an outline.`;
+  return `Request ${name} ${ended ? "has ended; it had" : "has"} the ${number} with an outline.`;
 }
 
-function parse(runs) {
-  const states = [];
-  for (const [, letter, length] of runs.matchAll(/([fcus])(\d+)/g)) states.push(...Array(Number(length)).fill("fcus".indexOf(letter)));
-  return states;
+/** "f3u2" as {states: [0, 0, 0, 2, 2], numbers: {free: 3, cached: 0, used: 2, shared: 0}}. */
+function parse(text) {
+  const found = [...text.matchAll(/([fcus])(\d+)/g)];
+  const runs = found.map(([, letter, length]) => ["fcus".indexOf(letter), Number(length)]);
+  const states = new Uint8Array(runs.reduce((sum, [, length]) => sum + length, 0));
+  const numbers = Object.fromEntries(STATES.map((name) => [name, 0]));
+  let at = 0;
+  for (const [state, length] of runs) {
+    states.fill(state, at, at + length);
+    numbers[STATES[state]] += length;
+    at += length;
+  }
+  return { states, numbers };
 }
 
 function layout(number, width) {
@@ -113,6 +122,7 @@ function set(element, name, value) {
 
 function legend() {
   const grid = { columns: 1, pitch: 14 };
-  const mark = (name, i) => svg("svg", { "aria-hidden": "true" }, svg("path", { class: name, d: squares([i], i, grid, name) }));
+  const mark = (name, i) =>
+    svg("svg", { "aria-hidden": "true" }, svg("path", { class: name, d: squares([i], i, grid, name) }));
   return h("ul", { class: "legend" }, STATES.map((name, i) => h("li", {}, mark(name, i), MEANS[name])));
 }

@@ -6,6 +6,9 @@ import { announce, copy, h } from "./dom.js";
 import { NUM_RIVALS } from "./tokens.js";
 import "./settings.js";
 
+const ABOUT =
+  "The conversation stays in this tab, and this page talks to its own server only. " +
+  "Watch the engine answer under Engine.";
 const IDEAS = ["What is the capital of Japan?", "Name the three primary colors.", "Why is the sky blue?"];
 const NEAR = 48; // pixels from the end that count as the end
 
@@ -15,32 +18,37 @@ class Chat extends HTMLElement {
   #atEnd = true; // the view follows a growing answer, until the user scrolls up
 
   connectedCallback() {
-    this.log = h("div", { class: "log", tabindex: 0, role: "region", "aria-label": "Conversation", ondrawn: () => this.#follow(), onscroll: () => this.#scrolled() });
-    this.field = h("textarea", { id: "message", rows: 1, "aria-label": "Message", placeholder: "Write a message", onkeydown: (event) => this.#key(event) });
-    this.send = h("button", { class: "primary", type: "submit" }, "Send");
+    this.log = h("div", { class: "log", tabindex: 0, role: "region", "aria-label": "Conversation" });
+    this.log.addEventListener("drawn", () => this.#follow());
+    this.log.addEventListener("scroll", () => this.#scrolled());
+    this.field = h("textarea", { rows: 1, "aria-label": "Message", placeholder: "Write a message" });
+    this.field.addEventListener("keydown", (event) => this.#key(event));
+    this.send = h("button", { type: "submit" });
+    this.send.addEventListener("click", (event) => {
+      if (event.detail > 1 && this.#abort) event.preventDefault(); // a double click on "Send" is not meant to stop
+    });
     this.tinted = h("input", { type: "checkbox", autocomplete: "off", onchange: () => this.#tint() });
     this.copyAll = h("button", { type: "button", onclick: () => copy(this.#transcript()) }, "Copy all");
     this.clear = h("button", { type: "button", onclick: () => this.#clear() }, "Clear");
     this.settings = h("mv-settings", { id: "settings" }, h("div", { class: "actions" }, this.copyAll, this.clear));
-    const toggle = h("button", { class: "quiet settings-button", type: "button", "aria-expanded": "false", "aria-controls": "settings" }, "Settings");
-    toggle.addEventListener("click", () => this.#toggleSettings());
-    this.toggle = toggle;
-    new MutationObserver(() => toggle.setAttribute("aria-expanded", String("open" in this.settings.dataset))).observe(
-      this.settings,
-      { attributes: true, attributeFilter: ["data-open"] },
-    );
-    const tools = h(
-      "div",
-      { class: "tools" },
-      h("label", {}, this.tinted, "Log-probabilities"),
-      toggle,
-      h("span", { class: "gap" }),
-      this.send,
-    );
-    const form = h("form", { class: "composer", onsubmit: (event) => this.#submit(event) }, h("div", { class: "field" }, this.field, tools));
+    this.toggle = this.#settingsButton();
+    const label = h("label", {}, this.tinted, "Log-probabilities");
+    const tools = h("div", { class: "tools" }, label, this.toggle, h("span", { class: "gap" }), this.send);
+    const form = h("form", { class: "composer" }, h("div", { class: "field" }, this.field, tools));
+    form.addEventListener("submit", (event) => this.#submit(event));
     this.append(h("div", { class: "column" }, this.log, form), this.settings);
     this.addEventListener("keydown", (event) => this.#escape(event));
     this.#clear();
+  }
+
+  /** On a phone, where the settings are folded away. */
+  #settingsButton() {
+    const says = { "aria-expanded": "false", "aria-controls": "settings" };
+    const button = h("button", { class: "quiet settings-button", type: "button", ...says }, "Settings");
+    button.addEventListener("click", () => this.#toggleSettings());
+    const tell = () => button.setAttribute("aria-expanded", String("open" in this.settings.dataset));
+    new MutationObserver(tell).observe(this.settings, { attributes: true, attributeFilter: ["data-open"] });
+    return button;
   }
 
   // --- what the user does
@@ -54,8 +62,9 @@ class Chat extends HTMLElement {
     const question = this.field.value.trim();
     if (!question) return;
     this.field.value = "";
-    this.#turns.length || this.log.replaceChildren();
-    this.log.append(h("div", { class: "said question" }, h("span", { class: "who" }, "You"), h("div", { class: "text" }, question)));
+    if (!this.#turns.length) this.log.replaceChildren();
+    const said = [h("span", { class: "who" }, "You"), h("div", { class: "text" }, question)];
+    this.log.append(h("div", { class: "said question" }, said));
     this.#turns.push({ question });
     if (matchMedia("(pointer: fine)").matches) this.field.focus();
     this.#answer();
@@ -93,13 +102,14 @@ class Chat extends HTMLElement {
   #clear() {
     this.#abort?.abort();
     this.#turns = [];
-    const ideas = IDEAS.map((idea) => h("li", {}, h("button", { type: "button", onclick: () => this.#try(idea) }, idea)));
+    const button = (idea) => h("button", { type: "button", onclick: () => this.#try(idea) }, idea);
+    const ideas = IDEAS.map((idea) => h("li", {}, button(idea)));
     this.log.replaceChildren(
       h(
         "div",
         { class: "welcome" },
         h("h2", {}, "Ask the model"),
-        h("p", {}, "The conversation stays in this tab, and this page talks to its own server only. Watch the engine answer under Engine."),
+        h("p", {}, ABOUT),
         h("ul", {}, ideas),
       ),
     );
@@ -136,7 +146,8 @@ class Chat extends HTMLElement {
     this.#update();
     announce("Answering");
     try {
-      for await (const chunk of events(await ask("v1/chat/completions", { body, signal: abort.signal }))) answer.add(chunk);
+      const response = await ask("v1/chat/completions", { body, signal: abort.signal });
+      for await (const chunk of events(response)) answer.add(chunk);
       answer.end();
       announce(`Answer complete: ${answer.summary}`);
     } catch (error) {
@@ -169,9 +180,11 @@ class Chat extends HTMLElement {
   #update() {
     const answering = Boolean(this.#abort);
     this.send.textContent = answering ? "Stop" : "Send";
+    this.send.classList.toggle("primary", !answering);
     this.copyAll.disabled = !this.#turns.length || answering;
     this.clear.disabled = !this.#turns.length;
-    for (const { answer } of this.#turns) answer?.toggleAttribute("data-last", answer === this.#turns.at(-1).answer && !answering);
+    const last = answering ? null : this.#turns.at(-1)?.answer;
+    for (const { answer } of this.#turns) answer?.toggleAttribute("data-last", answer === last);
   }
 
   #scrolled() {
@@ -184,7 +197,7 @@ class Chat extends HTMLElement {
   }
 
   #transcript() {
-    const said = this.#turns.flatMap(({ question, answer }) => [`You: ${question}`, ...(answer?.text ? [`${answer.name}: ${answer.text}`] : [])]);
+    const said = this.#turns.flatMap(({ question, answer }) => [`You: ${question}`, `${answer.name}: ${answer.text}`]);
     return said.join("\n\n");
   }
 }

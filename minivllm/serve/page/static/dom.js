@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element. Attributes that begin with "on" are listeners; false and null stand for no attribute, and for no child. */
+/** An element. Attributes that begin with "on" are listeners; false and null stand for no attribute and no child. */
 export function h(name, attributes = {}, ...children) {
   return furnish(document.createElement(name), attributes, children);
 }

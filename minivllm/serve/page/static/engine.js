@@ -152,7 +152,9 @@ class Engine extends HTMLElement {
       [duration(quantile(ttft, 0.5))],
       [duration(quantile(itl, 0.5)), itl.length > 0 && `p95 ${duration(quantile(itl, 0.95))}`],
     ];
-    shown.forEach(([value, rest], i) => this.figures[i].replaceChildren(value, ...(rest ? [" ", h("small", {}, rest)] : [])));
+    shown.forEach(([value, rest], i) => {
+      this.figures[i].replaceChildren(value, ...(rest ? [" ", h("small", {}, rest)] : []));
+    });
   }
 }
 

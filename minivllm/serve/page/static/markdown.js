@@ -51,7 +51,8 @@ function list(lines, at, found) {
 
 function paragraph(lines, at, found) {
   let end = at + 1;
-  while (end < lines.length && lines[end].trim() && ![FENCE, HEADING, ITEM].some((kind) => kind.test(lines[end]))) end += 1;
+  const goesOn = (line) => line?.trim() && ![FENCE, HEADING, ITEM].some((kind) => kind.test(line));
+  while (goesOn(lines[end])) end += 1;
   found.push(h("p", {}, inline(lines.slice(at, end).join("\n"))));
   return end;
 }

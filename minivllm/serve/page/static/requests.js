@@ -29,8 +29,10 @@ export class RequestTable {
     const names = [{ name: "Request" }, ...COLUMNS];
     const heads = names.map(({ name, wide }) => h("th", { scope: "col", class: wide && "wide" }, name));
     this.table = h("table", {}, h("thead", {}, h("tr", {}, heads)), this.body);
-    const scroll = h("div", { class: "rows", tabindex: 0, role: "region", "aria-label": "Table of requests" }, this.table);
-    this.element = h("section", { class: "panel", "aria-label": "Requests" }, h("header", {}, h("h2", {}, "Requests"), this.about), scroll, this.empty);
+    const region = { class: "rows", tabindex: 0, role: "region", "aria-label": "Table of requests" };
+    const title = h("header", {}, h("h2", {}, "Requests"), this.about);
+    const panel = { class: "panel", "aria-label": "Requests" };
+    this.element = h("section", panel, title, h("div", region, this.table), this.empty);
   }
 
   draw({ requests, running, waiting, now }) {

@@ -20,7 +20,11 @@ class Settings extends HTMLElement {
     secret.addEventListener("change", () => key.set(secret.value.trim()));
     this.form = h(
       "form",
-      { "aria-label": "Settings", onsubmit: (event) => event.preventDefault(), oninput: (event) => this.#changed(event) },
+      {
+        "aria-label": "Settings",
+        onsubmit: (event) => event.preventDefault(),
+        oninput: (event) => this.#changed(event),
+      },
       h("label", {}, "System prompt", system),
       h("div", { class: "pair" }, NUMBERS.map(field)),
       h("label", {}, "API key", secret, h("small", {}, "Kept in this tab, until you close it.")),
@@ -63,8 +67,8 @@ class Settings extends HTMLElement {
 }
 
 function field({ name, label, empty, value = "", ...limits }) {
-  const input = h("input", { name, type: "number", inputmode: "decimal", step: "any", placeholder: empty, value, ...limits });
-  return h("label", {}, label, input);
+  const kind = { type: "number", inputmode: "decimal", placeholder: empty, value };
+  return h("label", {}, label, h("input", { name, ...kind, ...limits }));
 }
 
 customElements.define("mv-settings", Settings);

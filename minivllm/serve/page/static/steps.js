@@ -56,14 +56,17 @@ export class StepCharts {
     const sums = this.#steps.map((step) => PARTS.reduce((sum, part) => sum + step[part], 0));
     const most = Math.max(1, ...sums);
     tokens.begin(this.#width, niceCeiling(most), count);
-    for (const [i, part] of PARTS.entries()) {
-      tokens.bars(part, this.#steps.map((step) => [PARTS.slice(0, i).reduce((sum, p) => sum + step[p], 0), step[part]]));
+    const below = this.#steps.map(() => 0);
+    for (const part of PARTS) {
+      tokens.bars(part, this.#steps.map((step, i) => [below[i], step[part]]));
+      this.#steps.forEach((step, i) => (below[i] += step[part]));
     }
     tokens.line("budget", budget <= tokens.top ? budget : null);
     tokens.say(`budget ${count(budget)}, highest here ${count(Math.max(0, ...sums))}`);
     latencies(itl, this.#steps.map((step) => step.itl_ms), this.#width, "dot");
     latencies(ttft, this.#steps.map((step) => step.ttft_ms), this.#width, "first");
-    this.about.textContent = this.#steps.length ? `the last ${count(this.#steps.length)}, newest on the right` : "none yet";
+    const number = count(this.#steps.length);
+    this.about.textContent = this.#steps.length ? `the last ${number}, newest on the right` : "none yet";
     this.#mark();
   }
 
@@ -73,7 +76,8 @@ export class StepCharts {
     if (!this.#steps.length) return;
     const last = this.#steps.length - 1;
     const here = this.#index();
-    const to = { ArrowLeft: here < 0 ? last : here - 1, ArrowRight: here < 0 ? last : here + 1, Home: 0, End: last }[event.key];
+    const [left, right] = here < 0 ? [last, last] : [here - 1, here + 1];
+    const to = { ArrowLeft: left, ArrowRight: right, Home: 0, End: last }[event.key];
     if (to === undefined) return;
     event.preventDefault();
     this.#choose(this.#steps[Math.max(0, Math.min(last, to))].number);
@@ -166,13 +170,13 @@ class Plot {
 
   /** values: [from, length] a step. */
   bars(part, values) {
+    const wide = PITCH - 1;
     const path = values.map(([from, length], i) => {
       if (!length) return "";
-      const tall = Math.max(1, this.#y(from) - this.#y(from + length));
-      return `M${this.#x(i, values.length)} ${(this.#y(from) - tall).toFixed(1)}h${PITCH - 1}v${tall.toFixed(1)}h${1 - PITCH}z`;
+      const tall = Math.max(1, this.#y(from) - this.#y(from + length)).toFixed(1);
+      return `M${this.#x(i, values.length)} ${this.#y(from).toFixed(1)}h${wide}v${-tall}h${-wide}z`;
     });
-    const fill = part === "draft" ? { fill: "url(#hatch)" } : { class: part };
-    this.marks.append(svg("path", { ...fill, d: path.join("") }));
+    this.marks.append(svg("path", { ...look(part), d: path.join("") }));
   }
 
   /** values: a list a step. */
@@ -181,7 +185,8 @@ class Plot {
     const path = values.flatMap((list, i) =>
       list.map((value) => {
         const [x, y] = [this.#x(i, values.length) + PITCH / 2 - 0.5, this.#y(value).toFixed(1)];
-        return `M${x - radius} ${y}a${radius} ${radius} 0 1 0 ${2 * radius} 0a${radius} ${radius} 0 1 0 ${-2 * radius} 0`;
+        const half = `a${radius} ${radius} 0 1 0`;
+        return `M${x - radius} ${y}${half} ${2 * radius} 0${half} ${-2 * radius} 0`;
       }),
     );
     this.marks.append(svg("path", { class: mark, d: path.join("") }));
@@ -206,7 +211,9 @@ function hatch() {
   return svg("defs", {}, svg("pattern", { id: "hatch", width: 4, height: 4, patternUnits: "userSpaceOnUse" }, stripe));
 }
 
+const look = (part) => (part === "draft" ? { fill: "url(#hatch)" } : { class: part });
+
 function legend() {
-  const mark = (part) => svg("svg", { "aria-hidden": "true" }, svg("path", { ...(part === "draft" ? { fill: "url(#hatch)" } : { class: part }), d: "M0 0h12v12h-12z" }));
+  const mark = (part) => svg("svg", { "aria-hidden": "true" }, svg("path", { ...look(part), d: "M0 0h12v12h-12z" }));
   return h("ul", { class: "legend" }, PARTS.map((part) => h("li", {}, mark(part), part)));
 }

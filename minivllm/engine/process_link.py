@@ -1,0 +1,120 @@
+"""ProcessLink: a core in a process of its own (process.py), of which this front end is the parent.
+
+The child's standard input is its lifeline: it ends when its parent does, however that happened. A child that ends by
+itself is told of with how it ended and, if engine.restart says so, started again: with the adapters that it had, after
+ever longer pauses, until it works or the link is closed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from minivllm import child
+from minivllm.config import EngineConfig
+from minivllm.engine.messages import Adapters, Close, Ended, Facts, Message
+from minivllm.engine.process import Task
+from minivllm.engine.socket_link import SocketLink
+
+CLOSE_SECONDS = 10.0  # how long a core gets to end by itself
+RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0, 30.0)  # before each attempt to start a dead core's process again
+
+logger = logging.getLogger("minivllm")
+
+
+class ProcessLink(SocketLink):
+    """The constructor returns once the engine is ready; it raises what building the engine raised there."""
+
+    def __init__(self, config: EngineConfig, cores: list[int] | None = None, name: str = "engine"):
+        """cores: those that it may use; None: as this process. name: in the log."""
+        self._task = Task(config, cores, name)
+        self._files = tempfile.TemporaryDirectory(prefix="minivllm-")  # mode 700: nobody else's messages
+        self._child = self._start_child()
+        try:
+            super().__init__(Path(self._files.name))
+        except BaseException:
+            self._end_child()
+            self._files.cleanup()
+            raise
+
+    @property
+    def is_running(self) -> bool:
+        return self._running and self._child.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def start(self, receive: Callable[[Message], None]) -> None:
+        def remember(message: Message) -> None:
+            if isinstance(message, Adapters):
+                loras = {adapter.name: adapter.path for adapter in message.loaded}
+                self._task.config = self._task.config.override({"lora.adapters": loras})
+            receive(message)
+
+        super().start(remember)
+
+    def close(self) -> None:
+        """End the core; returns once it has ended. A core that has ended already is no error."""
+        was_running = self.is_running
+        self._closing.set()
+        if was_running:
+            self.send(Close())
+            try:
+                self._child.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.error("%s, process %d, does not end: killing it", self._task.name, self.pid)
+        self._end_child()  # also one that is being built
+        self._release()
+        self._end_child()  # also one that the reader has started meanwhile
+        self._files.cleanup()
+
+    def _start_child(self) -> subprocess.Popen:
+        started = child.start("minivllm.engine.process", self._files.name)
+        started.stdin.write(msgspec.json.encode(self._task) + b"\n")
+        started.stdin.flush()  # and it stays open: the lifeline
+        return started
+
+    def _end_child(self) -> None:
+        if self._child.poll() is None:
+            self._child.kill()
+        self._child.stdin.close()
+        self._child.wait()
+
+    def _again(self) -> Facts | None:
+        if not self._task.config.engine.restart or self._closing.is_set():
+            return None
+        logger.error("%s: starting it again", self._how_it_ended())
+        for seconds in itertools.chain(RESTART_SECONDS, itertools.repeat(RESTART_SECONDS[-1])):
+            if self._closing.wait(seconds):
+                return None
+            self._end_child()
+            self._disconnect()
+            self._child = self._start_child()
+            self._connect()
+            message = self._next()
+            if isinstance(message, Facts):
+                logger.info("%s is ready again", self._task.name)
+                return message
+            if isinstance(message, Ended) and not self._closing.is_set():
+                logger.error("%s does not start: %s", self._task.name, message.error.text)
+        return None
+
+    def _is_gone(self) -> bool:
+        return self._child.poll() is not None
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._child.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the engine's process has closed its sockets"
+        if self._closing.is_set():
+            return "the engine was shut down"
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return f"the engine's process has ended {how}"

@@ -1,0 +1,32 @@
+"""The gauges and totals of an engine whose replicas each tell their own."""
+
+from __future__ import annotations
+
+from minivllm.engine.core import EngineStats
+
+
+class SummedStats(EngineStats):
+    """The sum of `parts`, one a replica. Whoever holds this object reads on."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, num_replicas: int):
+        super().__init__()
+        self.parts = tuple(EngineStats() for _ in range(num_replicas))
+
+    def take_part(self, replica: int, stats: EngineStats) -> None:
+        self.parts[replica].take(stats)
+        self._sum()
+
+    def on_stall(self, replica: int) -> None:
+        """As the core has counted it: its next report brings the same."""
+        self.parts[replica].num_stalled += 1
+        self._sum()
+
+    def on_replica_end(self, replica: int) -> None:
+        self.parts[replica].on_end()
+        self._sum()
+
+    def _sum(self) -> None:
+        for name in EngineStats.__slots__:
+            setattr(self, name, sum(getattr(part, name) for part in self.parts))
