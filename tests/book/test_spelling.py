@@ -14,7 +14,7 @@ PAGES = sorted((ROOT / "chapters").rglob("*.md"))
 
 def words(text: str) -> list[str]:
     """What is said in words: without code, directives, their options, links' targets, markup and names with digits."""
-    blocks = r"^(`{3,})\{?(?:snippet|console|include|records|ratios|matrix).*?^\1$"
+    blocks = r"^(`{3,})\{?(?:snippet|console|python|include|records|ratios|matrix).*?^\1$"
     text = re.sub(blocks, "", text, flags=re.DOTALL | re.M)
     text = re.sub(r"^\s*(?:[:`]{3,}.*|:[\w-]+:.*|[\w/]+\.py::.*|ch[\w*/]+|\$ .*)$", "", text, flags=re.M)
     text = re.sub(r"\{num\}`[^`]*`|`[^`]*`|\]\([^)]*\)|<[^>]*>|&\w+;|\bhttps?://\S+|\$[^$\n]+\$", " ", text)
