@@ -28,18 +28,18 @@ def build(source: Path, out: Path, *options: str) -> Path:
     return out
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Path:
     return build(ROOT / "chapters", tmp_path_factory.mktemp("site"))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def gallery(tmp_path_factory) -> Path:
     """One page with every widget, and results that are made up: tests/book/gallery, tests/book/fixtures."""
     return build(HERE / "gallery", tmp_path_factory.mktemp("gallery"), "-D", f"book_bench={HERE / 'fixtures'}")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # its event loop lives in the main thread: while it does, no test can asyncio.run()
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason='pip install -e ".[dev]"')
     if CHROMIUM is None:
