@@ -128,12 +128,22 @@ def test_torch_is_a_range_from_2_11_to_2_13():
     assert admitted == ["2.11.0", "2.12.1", "2.13.0", "2.13.0+cpu"]
 
 
+# Of packages whose name is not what is imported.
+DISTRIBUTIONS = {
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "opentelemetry": "opentelemetry-sdk",
+    "zmq": "pyzmq",
+}
+
+
 def test_every_import_of_the_package_is_a_declared_dependency():
     import ast
 
     declared = {Requirement(r).name.lower() for r in PYPROJECT["project"]["dependencies"]}
     extras = PYPROJECT["project"]["optional-dependencies"]
-    optional = {Requirement(r).name.lower() for extra in ("gpu", "structured") for r in extras[extra]}
+    optional = {Requirement(r).name.lower() for extra in ("gpu", "structured", "otel", "grpc") for r in extras[extra]}
     found = set()
     for path in [*(ROOT / "minivllm").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -142,7 +152,7 @@ def test_every_import_of_the_package_is_a_declared_dependency():
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module.partition(".")[0])
     foreign = found - set(sys.stdlib_module_names) - {"minivllm"}
-    foreign = {"pyzmq" if name == "zmq" else name for name in foreign}
+    foreign = {DISTRIBUTIONS.get(name, name) for name in foreign}
     assert foreign <= declared | optional, f"add to pyproject.toml: {sorted(foreign - declared - optional)}"
 
 

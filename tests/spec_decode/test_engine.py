@@ -108,7 +108,7 @@ def test_acceptance_is_counted_in_the_metrics():
         text = metrics.render().decode()
     accepted = llm._core.stats.num_accepted
     assert accepted > 10
-    assert f'minivllm:spec_decode_num_accepted_tokens_total{{model_name=""}} {accepted}.0' in text
+    assert f'minivllm:spec_decode_num_accepted_tokens_total{{engine="0",model_name=""}} {accepted}.0' in text
     assert "minivllm:spec_decode_num_draft_tokens_total" in text
 
 
