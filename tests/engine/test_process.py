@@ -152,7 +152,8 @@ from minivllm import LLM, SamplingParams
 llm = LLM("dummy:tiny", overrides={APART!r})
 print(llm._link.pid, flush=True)
 try:
-    llm.generate([[1, 2]], SamplingParams(max_tokens=480, ignore_eos=True), use_tqdm=False)
+    while True:
+        llm.generate([[1, 2]], SamplingParams(max_tokens=480, ignore_eos=True), use_tqdm=False)
 except KeyboardInterrupt:
     print(len(llm.generate([[1, 2]], SamplingParams(max_tokens=5), use_tqdm=False)), "answer after it", flush=True)
     llm.shutdown()
