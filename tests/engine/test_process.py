@@ -148,7 +148,9 @@ if __name__ == "__main__":
 def test_ctrl_c_in_a_terminal_reaches_both_and_leaves_nothing():
     """A terminal sends the interrupt to the whole group: the core leaves it to its parent to say what it means."""
     script = f"""
+import signal
 from minivllm import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 llm = LLM("dummy:tiny", overrides={APART!r})
 print(llm._link.pid, flush=True)
 try:
