@@ -13,10 +13,13 @@ import asyncio
 import gc
 import itertools
 import json
+import subprocess
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -25,6 +28,7 @@ from latency import Timeline
 NUM_CLIENTS = 64
 LEAD_SECONDS = 0.05  # from the decision to begin to the first arrival
 LONGEST_ERROR = 300  # characters
+STOP_SECONDS = 20
 
 
 class Wanted(NamedTuple):
@@ -84,6 +88,25 @@ class Clients:
 
     def turn(self) -> httpx.AsyncClient:
         return next(self._turns)
+
+
+@contextmanager
+def running(command: Sequence[str], cwd: Path | None = None) -> Iterator[str]:
+    """The URL of the minivllm.serve that `command` starts. It is stopped at the end."""
+    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, text=True)
+    try:
+        ready = next((line for line in process.stdout if line.startswith("Ready")), "")
+        if not ready:
+            raise SystemExit(f"error: the server has not started (exit code {process.wait()})")
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would block it
+        yield ready.split(": ")[1].split()[0].removesuffix("/v1")
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @asynccontextmanager

@@ -24,9 +24,7 @@ import asyncio
 import json
 import math
 import shlex
-import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +35,7 @@ import httpx
 import plots
 from common import RESULTS, ROOT, emit, note
 from goodput import best_in_slo, errors, knee, median, parse_slo, summary
-from http_load import Clients, Wanted, connected, offer
+from http_load import Clients, Wanted, connected, offer, running
 from workloads import WORKLOADS, Arrival, draw, vocab_of
 
 from minivllm.config import DEFAULT_MODEL
@@ -46,7 +44,6 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 FEWEST = 8  # requests of a run
 STREAMING = [name for name in WORKLOADS if name != "beam"]
 LATE = 0.1  # of the median TTFT: a client that is later than this measures itself
-STOP_SECONDS = 20
 
 # ---------------------------------------------------------------------------------------- the server
 
@@ -61,20 +58,8 @@ def server(args: argparse.Namespace) -> Iterator[str]:
     command = [sys.executable, "-m", "minivllm.serve", "--port", "0", "--model", args.model, *quiet]
     command += shlex.split(args.serve)
     note(shlex.join(command))
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        ready = next((line for line in process.stdout if line.startswith("Ready")), "")
-        if not ready:
-            raise SystemExit(f"error: the server has not started (exit code {process.wait()})")
-        threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would block it
-        yield ready.split(": ")[1].split()[0].removesuffix("/v1")
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with running(command, cwd=ROOT) as url:
+        yield url
 
 
 async def served(http: httpx.AsyncClient) -> dict[str, Any]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from minivllm.config import DEFAULT_MODEL
 BENCH = str(Path(__file__).parent.parent.parent / "bench")
 sys.path.insert(0, BENCH)  # only while importing: its files are scripts, and know each other by bare names
 from goodput import summary  # noqa: E402
-from http_load import Answer, Clients, Wanted, ask, connected, offer  # noqa: E402
+from http_load import Answer, Clients, Wanted, ask, connected, offer, running  # noqa: E402
 
 sys.path.remove(BENCH)
 
@@ -31,27 +29,11 @@ FULL = 24  # requests at once, to find out what the server can answer
 USERS = 2  # of the closed loop: each waits for its answer, then asks again
 PATIENCE = 4.0  # an answer is good if it comes within so many times what it takes when nobody else is there
 PATH = "/v1/completions"
-STOP_SECONDS = 20
 
 
-@contextmanager
-def server() -> Iterator[str]:
+def server() -> AbstractContextManager[str]:
     """Its URL. Stopped at the end."""
-    command = [sys.executable, "-m", "minivllm.serve", "--port", "0", "--log-level", "warning"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        ready = next((line for line in process.stdout if line.startswith("Ready")), "")
-        if not ready:
-            raise SystemExit(f"error: the server has not started (exit code {process.wait()})")
-        threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would block it
-        yield ready.split(": ")[1].split()[0].removesuffix("/v1")
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    return running([sys.executable, "-m", "minivllm.serve", "--port", "0", "--log-level", "warning"])
 
 
 def request(time_s: float, rng: random.Random) -> Wanted:
