@@ -68,7 +68,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pref
 
     torch.zeros writes every page at once; on the CPU pages come from calloc instead, so that the pool costs start-up
     time and memory only as far as it is used. The first use of a page then waits for it, which takes long in a virtual
-    machine whose host has to find it first (0.2 GB/s seen, 2 GB/s the second time); prefault: at once after all.
+    machine whose host has to find it first; prefault: at once after all.
     """
     if device.type != "cpu" or 0 in shape or prefault:
         return torch.zeros(shape, dtype=dtype, device=device)
