@@ -50,7 +50,7 @@ def cpu_family() -> Family:
     if obstacle is not None:
         return Family("cpu", False, obstacle)
     folder = build.path("attention").parent
-    return Family("cpu", True, f"attention, packed linear and lora for {build.isa()}, {folder}")
+    return Family("cpu", True, f"attention, linear and lora for {build.isa()}, {folder}")
 
 
 FAMILIES: tuple[Callable[[], Family], ...] = (triton_family, cpp_family, cpu_family)

@@ -34,6 +34,13 @@ KERNELS: tuple[Kernel, ...] = (
         "model.quantization",
     ),
     Kernel(
+        "dense linear",
+        "cpu",
+        "minivllm.kernels.cpu.dense:DenseMatrix",
+        "minivllm.layers.linear:Unquantized",
+        "bf16 on a CPU with AMX",
+    ),
+    Kernel(
         "lora", "cpu", "minivllm.kernels.cpu.lora:SlotTable", "minivllm.lora.layer:add_deltas_naive", "lora.enabled"
     ),
     Kernel(
