@@ -163,8 +163,8 @@ def check(results: dict[str, Any]) -> None:
 
 def tell(results: dict[str, Any]) -> list[str]:
     lines = [
-        "steps in       usual pass  usual gap   the device       tokens",
-        "flight               (ms)       (ms)      is busy     a second",
+        "steps in       usual      usual    the device       tokens",
+        "flight      pass, ms    gap, ms       is busy     a second",
     ]
     names = {
         "here": f"this processor, {results['num_here']} requests:",
@@ -174,7 +174,7 @@ def tell(results: dict[str, Any]) -> list[str]:
         lines.append(name)
         for row in results[place]:
             lines.append(
-                f"{row['in_flight']:6} {row['pass']:18.2f} {row['gap']:10.3f} {row['busy']:10.1f} % "
+                f"{row['in_flight']:6} {row['pass']:13.2f} {row['gap']:10.3f} {row['busy']:11.1f} % "
                 f"{row['rate']['max']:12,.0f}"
             )
     wasted = results["wasted"]

@@ -283,18 +283,17 @@ def tell(results: dict[str, Any]) -> str:
         f"{results['num_streams']} streams of {results['num_new']} tokens; {results['num_bursts']} times a burst of "
         f"{results['num_pages']} texts comes to be tokenised",
         "",
-        "                     usual  usual  longest  a reader's   passes that  all are",
-        "the core    threads   pass    gap     step  worst wait  end in a burst served",
+        "                      usual     usual  longest     a reader's     passes that  all are",
+        "the core   threads  pass, ms  gap, ms  step, ms  worst wait, ms  end in a burst   served",
     ]
     for row in results["rows"]:
         name = "beside it" if row["core"] == "inproc" else "apart"
         lines.append(
-            f"{name:10} {row['threads']:8} {row['pass']:6.1f} {row['gap']:6.2f} {row['longest_step']['min']:8.0f} "
-            f"{row['longest_wait']['min']:11.0f} {row['ended_a_burst']:15.1f} {row['seconds']['min']:6.2f} s"
+            f"{name:10} {row['threads']:7} {row['pass']:9.1f} {row['gap']:8.2f} {row['longest_step']['min']:9.0f} "
+            f"{row['longest_wait']['min']:15.0f} {row['ended_a_burst']:15.1f} {row['seconds']['min']:6.2f} s"
         )
     left, sent = results["left"], results["message"]
     lines += [
-        "                       (ms)   (ms)     (ms)        (ms)",
         "",
         f"{left['streams']} streams left while steps run: {left['leaked']} blocks and requests left behind",
         f"a step's report: {sent['bytes']} bytes, {sent['us']:.0f} us to write and to read",
