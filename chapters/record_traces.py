@@ -11,6 +11,7 @@ when and from which commit it was recorded, by what command, and the text of eac
     ten-blocks          vLLM's example of prefix caching, ten blocks of four tokens; letters instead of a model
     three-guests        the forty steps of chapter 0
     sampled-text        one request on the default model, sampled, with the five likeliest tokens of each step
+    guessed-records     one request on the default model whose next tokens are guessed by n-gram look-up
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 
 from bench.common import commit
 from chapters.ch00_the_map.run import CONFIG, GUESTS
+from chapters.ch15_guess_ahead.texts import TEXTS
 from minivllm.config import EngineConfig
 from minivllm.engine.build import Engine, build, build_kv, build_scheduler
 from minivllm.engine.core import EngineCore
@@ -51,6 +53,7 @@ CHATS = {
 NUM_CHAT_TOKENS, NUM_REPORT_TOKENS = 40, 700
 CHATS_APART, REPORT_AT = 0.03, 0.3  # seconds
 STALL = {**ONE_THREAD, "kv.num_blocks": 128, "scheduler.max_num_batched_tokens": 64}
+NUM_RECORD_TOKENS = 80
 TRIES = 3  # of a run that is timed; the quickest is kept, since other programs only ever add time
 CLOCK = time.process_time
 
@@ -185,6 +188,17 @@ def sampled_text() -> bytes:
     return from_engine(engine, config, tokenizer, arrivals, "sampled-text")
 
 
+def guessed_records() -> bytes:
+    guessing = {"spec_decode.method": "ngram", "spec_decode.adaptive": False}
+    config = EngineConfig.build("v1", {**ONE_THREAD, "kv.num_blocks": 64, "model.dtype": "float32", **guessing})
+    engine = build(config)
+    tokenizer = TextTokenizer.load(engine.tokenizer_dir)
+    text = tokenizer.apply_chat_template(TEXTS["records"], add_generation_prompt=False, continue_final_message=True)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    arrivals: Arrivals = [(0, EngineRequest("records", tokens, greedy(NUM_RECORD_TOKENS)))]
+    return from_engine(engine, config, tokenizer, arrivals, "guessed-records")
+
+
 def from_engine(engine: Engine, config: EngineConfig, tokenizer: TextTokenizer, arrivals: Arrivals, name: str) -> bytes:
     run = recorded(engine.core, config, engine.info, lambda: drive_by_steps(engine.core, arrivals))
     engine.core.shutdown()
@@ -249,7 +263,7 @@ def told(run: bytes, word: Callable[[int], str], name: str) -> bytes:
     for line in map(json.loads, lines):
         if line["type"] == "add" and line["request"]["id"] != "report":  # nobody reads that one
             tokens.update(line["request"]["prompt_token_ids"])
-        for row in line.get("tokens", {}).values():
+        for row in (*line.get("tokens", {}).values(), *line.get("drafts", {}).values()):
             tokens.update(row)
         for positions in line.get("logprobs", {}).values():
             tokens.update(token for position in positions for token, *_ in position)
@@ -271,6 +285,7 @@ SCENES: dict[str, Callable[[], bytes]] = {
     "ten-blocks": ten_blocks,
     "three-guests": three_guests,
     "sampled-text": sampled_text,
+    "guessed-records": guessed_records,
 }
 
 

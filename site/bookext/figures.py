@@ -11,7 +11,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxRole
 
-from bookext import charts, records, replay, widgets
+from bookext import charts, guesses, records, replay, widgets
 from bookext.base import EXPECTED, USED, Directive, html
 from chapters import harness
 
@@ -245,6 +245,7 @@ class Widget(Directive):
         blocks    the pool and the block tables of one run
         prefix    the same, with the queue of free blocks
         tokens    the text of a run that reported log-probabilities
+        guesses   the text of a run with speculative decoding
         roofline  `source:rows` instead of a run. `:compute:` and `:memory:` are paths in the results to GFLOP/s and
                   GB/s; `:label:`, `:intensity:` (FLOP for each byte), `:mflops:` and `:ms:` are paths in a row;
                   `:unit:` stands behind a label
@@ -282,7 +283,9 @@ class Widget(Directive):
             return widgets.blocks(run, start, f"mv-{kind}")
         if kind == "tokens":
             return widgets.tokens(run, start)
-        raise ValueError(f"no widget is called {kind}; there are timeline, blocks, prefix, tokens, roofline")
+        if kind == "guesses":
+            return guesses.draw(run, start)
+        raise ValueError(f"no widget is called {kind}; there are timeline, blocks, prefix, tokens, guesses, roofline")
 
     def roofline(self, place: str) -> str:
         source, rows = place.partition(":")[0], records.as_rows(self.picked(place))
