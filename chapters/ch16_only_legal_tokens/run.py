@@ -271,7 +271,7 @@ def tell_answers(results: dict[str, Any]) -> list[str]:
     for name in ("free", "held", "wrong", "cut"):
         if example := results[f"{name}_example"]:
             text = example["text"]
-            lines += ["", f"{name}: {example['fact']}", f"      {text[:100]}{' ...' if len(text) > 100 else ''}"]
+            lines += ["", f"{name}: {example['fact']}", f"      {text[:80]}{' ...' if len(text) > 80 else ''}"]
     return lines
 
 
