@@ -29,9 +29,12 @@ class Task(msgspec.Struct):
 
 def main(folder: str) -> int:
     faulthandler.enable()  # a crash in a kernel leaves a stack
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
-    child.end_with_parent()
+    # A terminal and systemd signal all of a group's processes: what it means is the parent's to say, whose clients want
+    # to be told first.
+    child.ignore_interrupts()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    task = child.read_task(Task, [folder])
+    child.end_with_parent([folder])
     if task.cores is not None:
         os.sched_setaffinity(0, task.cores)  # before torch counts them
     config = task.config
@@ -42,7 +45,6 @@ def main(folder: str) -> int:
         from minivllm.engine.link import facts_of, step_loop
 
         engine = build(config)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         clients.facts = partial(facts_of, engine)
         step_loop(engine, clients.take, clients.post).run()
         code = 0

@@ -7,7 +7,6 @@ this process with it. It reads the same command line as its parent did, so that 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -49,22 +48,24 @@ def join(family: socket.AddressFamily, address: tuple) -> socket.socket:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server will give it a meaning
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
-    child.end_with_parent()
+    child.ignore_interrupts()  # until the server gives them a meaning
+    task = child.read_task(Task)
+    child.end_with_parent([task.metrics])
     args = command.parser(task.prog).parse_args(task.argv)
     logs.setup(args.log_format, args.log_level, process=f"server {task.number}")
     command.quiet_others()
     from minivllm.engine.async_llm import AsyncLLM
     from minivllm.engine.replicas import over
     from minivllm.engine.socket_link import SocketLink
+    from minivllm.serve.live import Place
     from minivllm.serve.server import Server
     from minivllm.serve.shared_metrics import SharedMetrics
 
     links = [SocketLink(Path(folder), task.name) for folder in task.folders]
     engine = AsyncLLM.over(over(task.config, links), task.number)
     names, tls = args.served_model_name or [task.config.model.path], access.tls_options(args)
-    app_options = access.app_options(args) | operate.app_options(args) | {"secret": task.secret}
+    own = {"secret": task.secret, "place": Place(task.number, args.api_servers)}
+    app_options = access.app_options(args) | operate.app_options(args) | own
     app, tools = command.application(args, engine, names, app_options)
     shared = SharedMetrics(Path(task.metrics), task.name, app.state.service.metrics)
     family = socket.AF_INET6 if ":" in task.address[0] else socket.AF_INET
