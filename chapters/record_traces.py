@@ -15,6 +15,7 @@ when and from which commit it was recorded, by what command, and the text of eac
     core-inproc, core-process
                         four chats on the default model, with the engine core in the front end's process and in its own
                         one, while the front end has a burst of texts to tokenise; by the clock on the wall
+    guessed-records     one request on the default model whose next tokens are guessed by n-gram look-up
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from bench.common import commit
 from chapters.ch00_the_map.run import CONFIG, GUESTS
 from chapters.ch12_two_processes.run import Engine as ServingEngine
 from chapters.ch12_two_processes.run import pages_of_this_book
+from chapters.ch15_guess_ahead.texts import TEXTS
 from chapters.ch16_only_legal_tokens.run import HELD
 from minivllm.config import EngineConfig
 from minivllm.engine.build import Engine, build, build_kv, build_scheduler
@@ -59,6 +61,7 @@ CHATS = {
 NUM_CHAT_TOKENS, NUM_REPORT_TOKENS = 40, 700
 CHATS_APART, REPORT_AT = 0.03, 0.3  # seconds
 STALL = {**ONE_THREAD, "kv.num_blocks": 128, "scheduler.max_num_batched_tokens": 64}
+NUM_RECORD_TOKENS = 80
 TRIES = 3  # of a run that is timed; the quickest is kept, since other programs only ever add time
 CLOCK = time.process_time
 
@@ -222,6 +225,17 @@ def one_text(name: str, text: str, params: SamplingParams) -> bytes:
     return from_engine(engine, config, tokenizer, [(0, EngineRequest("one", tokenizer.encode(text), params))], name)
 
 
+def guessed_records() -> bytes:
+    guessing = {"spec_decode.method": "ngram", "spec_decode.adaptive": False}
+    config = EngineConfig.build("v1", {**ONE_THREAD, "kv.num_blocks": 64, "model.dtype": "float32", **guessing})
+    engine = build(config)
+    tokenizer = TextTokenizer.load(engine.tokenizer_dir)
+    text = tokenizer.apply_chat_template(TEXTS["records"], add_generation_prompt=False, continue_final_message=True)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    arrivals: Arrivals = [(0, EngineRequest("records", tokens, greedy(NUM_RECORD_TOKENS)))]
+    return from_engine(engine, config, tokenizer, arrivals, "guessed-records")
+
+
 def from_engine(engine: Engine, config: EngineConfig, tokenizer: TextTokenizer, arrivals: Arrivals, name: str) -> bytes:
     run = recorded(engine.core, config, engine.info, lambda: drive_by_steps(engine.core, arrivals))
     engine.core.shutdown()
@@ -286,7 +300,7 @@ def told(run: bytes, word: Callable[[int], str], name: str) -> bytes:
     for line in map(json.loads, lines):
         if line["type"] == "add" and line["request"]["id"] != "report":  # nobody reads that one
             tokens.update(line["request"]["prompt_token_ids"])
-        for row in line.get("tokens", {}).values():
+        for row in (*line.get("tokens", {}).values(), *line.get("drafts", {}).values()):
             tokens.update(row)
         for positions in line.get("logprobs", {}).values():
             tokens.update(token for position in positions for token, *_ in position)
@@ -311,6 +325,7 @@ SCENES: dict[str, Callable[[], bytes]] = {
     "core-inproc": lambda: two_processes("inproc"),
     "core-process": lambda: two_processes("process"),
     "held-text": held_text,
+    "guessed-records": guessed_records,
 }
 
 
