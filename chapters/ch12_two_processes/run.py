@@ -28,7 +28,7 @@ from minivllm.trace import read
 
 CORES = ("inproc", "process")
 NUM_PROMPT = 16
-PAGE_CHARS = 12_000  # of each text of a burst, at most
+PAGE_CHARS = 16_000  # of each text of a burst, at most
 LEAVES_AFTER = 5  # tokens, where streams are left early
 FIRST_ID = 1000  # ids below are the model's special ones and single bytes
 EXACT = {"model.dtype": "float32", "model.quantization": "none"}  # so that outputs can be compared token by token
