@@ -20,7 +20,6 @@ import os
 import shlex
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ from typing import Any
 import httpx
 import psutil
 import serve
-from common import ROOT, emit, note, parser
+from common import ROOT, emit, note, parser, spread
 from goodput import errors, summary
 from http_load import connected, offer
 
@@ -147,15 +146,21 @@ def measure(sides: Sequence[Side], args: argparse.Namespace) -> list[dict[str, A
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Medians, with the range of the repetitions."""
     lines = [f"{'rate':>6} {'server':16}" + "".join(f"{name:>24}" for name in METRICS)]
+    for row in summaries(rows):
+        cells = [f"{'{median:.4g} ({min:.4g}-{max:.4g})'.format(**row[m]) if m in row else '-':>24}" for m in METRICS]
+        lines.append(f"{row['rate']:6g} {row['server']:16}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def summaries(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each rate and server: the spread of each metric over its runs."""
+    found = []
     for row in rows:
         for name, runs in row["runs"].items():
-            cells = []
-            for metric in METRICS:
-                values = [run[metric] for run in runs if metric in run]
-                middle = f"{statistics.median(values):.4g} ({min(values):.4g}-{max(values):.4g})" if values else "-"
-                cells.append(f"{middle:>24}")
-            lines.append(f"{row['rate']:6g} {name:16}" + "".join(cells))
-    return "\n".join(lines)
+            values = {metric: [run[metric] for run in runs if metric in run] for metric in METRICS}
+            spreads = {metric: spread(some, 4) for metric, some in values.items() if some}
+            found.append({"rate": row["rate"], "server": name, **spreads})
+    return found
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -201,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {k: str(v) if isinstance(v, os.PathLike) else v for k, v in vars(args).items()}
     for private in ("out", "peers", "logs"):  # paths of one machine
         del given[private]
-    emit("serve_beside", given, {"rows": rows, "left_out": left_out}, args.out)
+    emit("serve_beside", given, {"rows": rows, "summary": summaries(rows), "left_out": left_out}, args.out)
     return 0 if sides else 1
 
 

@@ -1,4 +1,4 @@
-"""Many requests on the real engine: the laboratory of chapters 5, 8, 9 and 10.
+"""Many requests on the real engine: the laboratory of chapters 5, 8, 9, 10 and 11.
 
 Guests arrive before a step, not at a time. So every machine makes the same plans, and what is compared sees the same
 arrivals at the same tokens. How long a step takes is what differs from one machine to the next.
@@ -58,6 +58,7 @@ class Visit:
 class Run(NamedTuple):
     visits: dict[str, Visit]
     plans: list[StepPlan]
+    times: list[dict[str, float]]  # of each step, as the engine core measures it: {phase: ms}
 
     @property
     def ms(self) -> float:
@@ -95,11 +96,12 @@ class House:
 
 
 class Watch:
-    """An observer of the engine core that keeps every plan and each guest's tokens."""
+    """An observer of the engine core that keeps every plan, its times, and each guest's tokens."""
 
     def __init__(self) -> None:
         self.visits: dict[str, Visit] = {}
         self.plans: list[StepPlan] = []
+        self.times: list[dict[str, float]] = []
         self.begin = time.perf_counter()
 
     def run(self, core: EngineCore, guests: Sequence[Guest]) -> Run:
@@ -110,7 +112,7 @@ class Watch:
                 params = SamplingParams(temperature=0.0, seed=0, max_tokens=guest.num_new, ignore_eos=True)
                 core.add(EngineRequest(guest.name, guest.prompt, params))
             core.step()
-        served = Run(self.visits, list(self.plans))
+        served = Run(self.visits, list(self.plans), list(self.times))
         while not core.is_settled:  # the worker drops the last rows
             core.step()
         return served
@@ -129,6 +131,7 @@ class Watch:
             visit.times += [now] * len(delta.token_ids)
             visit.steps += [len(self.plans)] * len(delta.token_ids)
         self.plans.append(plan)
+        self.times.append(times)
 
     def _now(self) -> float:
         return 1e3 * (time.perf_counter() - self.begin)

@@ -12,6 +12,7 @@ when and from which commit it was recorded, by what command, and the text of eac
     three-guests        the forty steps of chapter 0
     sampled-text        one request on the default model, sampled, with the five likeliest tokens of each step
     guessed-records     one request on the default model whose next tokens are guessed by n-gram look-up
+    held-text           the same, greedy, and held to chapter 16's schema
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 from bench.common import commit
 from chapters.ch00_the_map.run import CONFIG, GUESTS
 from chapters.ch15_guess_ahead.texts import TEXTS
+from chapters.ch16_only_legal_tokens.run import HELD
 from minivllm.config import EngineConfig
 from minivllm.engine.build import Engine, build, build_kv, build_scheduler
 from minivllm.engine.core import EngineCore
@@ -179,13 +181,22 @@ def three_guests() -> bytes:
 
 
 def sampled_text() -> bytes:
-    config = EngineConfig.build("v1", {**ONE_THREAD, "kv.num_blocks": 64, "model.dtype": "float32"})
+    text = "The lighthouse keeper climbed the stairs, as he had done every evening for thirty years, and"
+    return one_text("sampled-text", text, SamplingParams(temperature=0.8, seed=7, max_tokens=32, ignore_eos=True))
+
+
+def held_text() -> bytes:
+    text = "Ada is 36 years old and lives in London. The same as JSON:"
+    return one_text("held-text", text, SamplingParams(temperature=0.0, seed=0, max_tokens=40, structured=HELD))
+
+
+def one_text(name: str, text: str, params: SamplingParams) -> bytes:
+    sizes = {"kv.num_blocks": 64, "model.dtype": "float32", "structured.backend": "dfa"}
+    config = EngineConfig.build("v1", {**ONE_THREAD, **sizes})
     engine = build(config)
     tokenizer = TextTokenizer.load(engine.tokenizer_dir)
-    text = "The lighthouse keeper climbed the stairs, as he had done every evening for thirty years, and"
-    params = SamplingParams(temperature=0.8, seed=7, max_tokens=32, ignore_eos=True, logprobs=5)
-    arrivals: Arrivals = [(0, EngineRequest("story", tokenizer.encode(text), params))]
-    return from_engine(engine, config, tokenizer, arrivals, "sampled-text")
+    params = params.replace(logprobs=5, eos_token_ids=() if params.ignore_eos else tokenizer.eos_token_ids)
+    return from_engine(engine, config, tokenizer, [(0, EngineRequest("one", tokenizer.encode(text), params))], name)
 
 
 def guessed_records() -> bytes:
@@ -286,6 +297,7 @@ SCENES: dict[str, Callable[[], bytes]] = {
     "three-guests": three_guests,
     "sampled-text": sampled_text,
     "guessed-records": guessed_records,
+    "held-text": held_text,
 }
 
 

@@ -114,3 +114,4 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[PositionLogprobs] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    arrival_time: float = 0.0  # its request's: an id may be used again while this is still on its way

@@ -157,6 +157,12 @@ def test_importing_the_control_plane_loads_nothing_heavy():
     assert python(code) == ""
 
 
+def test_a_server_beside_its_core_loads_no_torch():
+    """Its core's process has it; a second one would cost a hundred megabytes, and seconds of a start."""
+    modules = "minivllm.engine.async_llm, minivllm.engine.process_link, minivllm.serve.app, minivllm.serve.pooling"
+    assert python(f"import sys, {modules}; print('torch' if 'torch' in sys.modules else '')") == ""
+
+
 def test_importing_the_control_plane_is_fast():
     """Best of several fresh interpreters: the machine may be busy, the work is the same."""
     code = f"import time; t = time.process_time(); import {', '.join(CONTROL_PLANE)}; print(time.process_time() - t)"

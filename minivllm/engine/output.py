@@ -283,8 +283,8 @@ class OutputProcessor:
         aborts: list[str] = []
         for delta in deltas:
             choice = self._choices.get(delta.req_id)
-            if choice is None:
-                continue
+            if choice is None or delta.arrival_time != choice.parent.metrics.arrival_time:
+                continue  # of a request that was aborted, perhaps with the id of one that lives
             choice.in_core = choice.in_core and delta.finish_reason is None
             if choice.finish_reason is not None:
                 continue

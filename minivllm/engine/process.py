@@ -29,7 +29,8 @@ class Task(msgspec.Struct):
 
 def main(folder: str) -> int:
     faulthandler.enable()  # a crash in a kernel leaves a stack
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal and systemd signal all of a group's processes: what it
+        signal.signal(number, signal.SIG_IGN)  # means is the parent's to say, whose clients want to be told first
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
     child.end_with_parent()
     if task.cores is not None:
@@ -42,7 +43,6 @@ def main(folder: str) -> int:
         from minivllm.engine.link import facts_of, step_loop
 
         engine = build(config)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         clients.facts = partial(facts_of, engine)
         step_loop(engine, clients.take, clients.post).run()
         code = 0

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from minivllm.errors import AdapterError, ModelError
 from minivllm.loading.safetensors_io import read_json, read_tensors
+from minivllm.lora.request import CONFIG, WEIGHTS
 from minivllm.registry import did_you_mean
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # what PEFT writes before the model's own names
 
 # Options that are read here, and those that say nothing about the result.

@@ -1,10 +1,12 @@
-"""Naming an adapter in a call."""
+"""Naming an adapter: in a call, and the files of its folder."""
 
 from __future__ import annotations
 
 import msgspec
 
 from minivllm.errors import BadRequest
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's
 
 
 class LoRARequest(msgspec.Struct, frozen=True):

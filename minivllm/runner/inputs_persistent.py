@@ -65,20 +65,11 @@ class PersistentInputs:
         query_start = np.zeros(num_requests + 1, np.int32)
         np.cumsum(num_new, out=query_start[1:])
         num_tokens = int(query_start[-1])
-        padded = np.zeros((3, key.num_tokens), np.int64)
-        token_ids, positions, slot_mapping = padded
-        if num_tokens == num_requests:
-            token_rows, at = rows, start
-        else:
+        token_rows, at = rows, start  # of each token
+        if num_tokens > num_requests:
             token_rows = np.repeat(rows, num_new)
             at = np.arange(num_tokens) + np.repeat(start - query_start[:-1], num_new)
-        block_size = self.sizes.block_size
-        positions[:num_tokens] = at
-        token_ids[:num_tokens] = self.token_ids[token_rows, at]
-        slot_mapping[:num_tokens] = self.block_tables[token_rows, at // block_size]
-        slot_mapping[:num_tokens] *= block_size
-        slot_mapping[:num_tokens] += at % block_size
-        slot_mapping[num_tokens:] = self.sizes.spare_block * block_size
+        token_ids, positions, slot_mapping = self._columns(token_rows, at, key.num_tokens)
         max_seq = int(seq_lens.max())
         samples = find_samples(self.num_tokens[rows], num_new, seq_lens, query_start, token_ids)
         return InputBatch(
@@ -89,7 +80,7 @@ class PersistentInputs:
             slot_mapping=slot_mapping,
             query_start=query_start,
             seq_lens=seq_lens.astype(np.int32),
-            block_tables=self.block_tables[rows, : -(-max_seq // block_size)],
+            block_tables=self.block_tables[rows, : -(-max_seq // self.sizes.block_size)],
             sample_tokens=samples.tokens,
             sample_requests=samples.requests,
             draft_tokens=samples.drafts,
@@ -98,6 +89,20 @@ class PersistentInputs:
             max_seq=max_seq,
             whole=key.whole,
         )
+
+    def _columns(self, rows: np.ndarray, at: np.ndarray, num_padded: int) -> np.ndarray:
+        """rows, at [T]: of each token its request's row and its position.
+        -> [3, padded T] int64: ids, positions, slots."""
+        num_tokens, block_size = len(at), self.sizes.block_size
+        columns = np.zeros((3, num_padded), np.int64)
+        token_ids, positions, slots = columns
+        token_ids[:num_tokens] = self.token_ids[rows, at]
+        positions[:num_tokens] = at
+        slots[:num_tokens] = self.block_tables[rows, at // block_size]
+        slots[:num_tokens] *= block_size
+        slots[:num_tokens] += at % block_size
+        slots[num_tokens:] = self.sizes.spare_block * block_size
+        return columns
 
     def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:
         rows = batch.rows[requests]

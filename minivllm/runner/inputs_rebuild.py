@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,19 @@ class _Sequence:
     row: int
     token_ids: list[int]
     blocks: list[int]
+
+
+class _Lists(NamedTuple):
+    """A step's columns, as InputBatch has them, without padding."""
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    query_start: list[int]
+    seq_lens: list[int]
+    sample_tokens: list[int]
+    sample_requests: list[int]
+    draft_tokens: list[int]
 
 
 class RebuildInputs:
@@ -36,15 +50,34 @@ class RebuildInputs:
             self.sequences[req_id].blocks += blocks
 
     def build(self, plan: StepPlan, key: BatchKey) -> InputBatch:
+        made = self._lists(plan)
+        num_tokens, seq_lens = len(made.token_ids), made.seq_lens
+        num_padding = key.num_tokens - num_tokens
+        padding_slot = self.sizes.spare_block * self.sizes.block_size
+        tables = [self.sequences[req_id].blocks for req_id in plan.num_tokens]
+        width = -(-max(seq_lens) // self.sizes.block_size)
+        return InputBatch(
+            req_ids=list(plan.num_tokens),
+            rows=np.array([self.sequences[req_id].row for req_id in plan.num_tokens], np.int64),
+            token_ids=np.array(made.token_ids + [0] * num_padding, np.int64),
+            positions=np.array(made.positions + [0] * num_padding, np.int64),
+            slot_mapping=np.array(made.slots + [padding_slot] * num_padding, np.int64),
+            query_start=np.array(made.query_start, np.int32),
+            seq_lens=np.array(seq_lens, np.int32),
+            block_tables=np.array([table[:width] + [0] * (width - len(table)) for table in tables], np.int32),
+            sample_tokens=np.array(made.sample_tokens, np.int64),
+            sample_requests=np.array(made.sample_requests, np.int64),
+            draft_tokens=np.array(made.draft_tokens, np.int64),
+            num_tokens=num_tokens,
+            max_query=max(plan.num_tokens.values()),
+            max_seq=max(seq_lens),
+            whole=key.whole,
+        )
+
+    def _lists(self, plan: StepPlan) -> _Lists:
         block_size = self.sizes.block_size
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        query_start = [0]
-        seq_lens: list[int] = []
-        sample_tokens: list[int] = []
-        sample_requests: list[int] = []
-        draft_tokens: list[int] = []
+        token_ids, positions, slots, query_start, seq_lens = [], [], [], [0], []
+        sample_tokens, sample_requests, draft_tokens = [], [], []
         for i, (req_id, num_new) in enumerate(plan.num_tokens.items()):
             seq = self.sequences[req_id]
             start = plan.start[req_id]
@@ -57,31 +90,12 @@ class RebuildInputs:
                 slots.append(seq.blocks[position // block_size] * block_size + position % block_size)
             query_start.append(len(token_ids))
             seq_lens.append(end)
-            for position in range(max(start, len(seq.token_ids) - 1), end):  # behind all that is known: a new token
+            for position in range(max(start, len(seq.token_ids) - 1), end):  # what follows is new
                 sample_tokens.append(len(token_ids) - (end - position))
                 sample_requests.append(i)
                 draft_tokens.append(tokens[position + 1] if position + 1 < end else -1)
-        num_tokens = len(token_ids)
-        num_padding = key.num_tokens - num_tokens
-        tables = [self.sequences[req_id].blocks for req_id in plan.num_tokens]
-        width = -(-max(seq_lens) // block_size)
-        return InputBatch(
-            req_ids=list(plan.num_tokens),
-            rows=np.array([self.sequences[req_id].row for req_id in plan.num_tokens], np.int64),
-            token_ids=np.array(token_ids + [0] * num_padding, np.int64),
-            positions=np.array(positions + [0] * num_padding, np.int64),
-            slot_mapping=np.array(slots + [self.sizes.spare_block * block_size] * num_padding, np.int64),
-            query_start=np.array(query_start, np.int32),
-            seq_lens=np.array(seq_lens, np.int32),
-            block_tables=np.array([table[:width] + [0] * (width - len(table)) for table in tables], np.int32),
-            sample_tokens=np.array(sample_tokens, np.int64),
-            sample_requests=np.array(sample_requests, np.int64),
-            draft_tokens=np.array(draft_tokens, np.int64),
-            num_tokens=num_tokens,
-            max_query=max(plan.num_tokens.values()),
-            max_seq=max(seq_lens),
-            whole=key.whole,
-        )
+        samples = sample_tokens, sample_requests, draft_tokens
+        return _Lists(token_ids, positions, slots, query_start, seq_lens, *samples)
 
     def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:
         for i, token in zip(requests.tolist(), tokens.tolist(), strict=True):

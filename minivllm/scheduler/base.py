@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 from minivllm.errors import BadRequest, NeverFits
 from minivllm.kv.base import KVManager
@@ -327,7 +327,7 @@ class SchedulerBase:
                 continue
             req = requests[req_id]
             if req_id in out.errors:  # before commit: what it computed is not to be shared
-                deltas.append(Delta(req_id, [], finish_reason="error", error=out.errors[req_id]))
+                deltas.append(_delta(req, finish_reason="error", error=out.errors[req_id]))
                 finished.append(req)
                 continue
             end = start[req_id] + num_new
@@ -340,7 +340,7 @@ class SchedulerBase:
             if speculates or req.drafts:
                 req.drafts = self._useful(req, out.drafts.get(req_id, ()))
             if req_id in out.prompt_logprobs:
-                delta = delta or Delta(req_id, [])
+                delta = delta or _delta(req)
                 delta.prompt_logprobs = _unreported(req, start[req_id], out.prompt_logprobs[req_id])
             kv.commit(req)
             if delta is not None:
@@ -365,7 +365,7 @@ class SchedulerBase:
 
     def _take_tokens(self, req: Request, tokens: list[int], out: StepOutput) -> Delta:
         """Append what was sampled, up to and including a token that ends the request."""
-        delta = Delta(req.id, [], num_cached_tokens=req.num_cached_tokens)
+        delta = _delta(req, num_cached_tokens=req.num_cached_tokens)
         for token in tokens:
             req.token_ids.append(token)
             delta.token_ids.append(token)
@@ -432,6 +432,10 @@ class SchedulerBase:
 
 def _join(req: Request) -> Join:
     return Join(req.id, list(req.token_ids), req.num_prompt_tokens, req.params, req.adapter)
+
+
+def _delta(req: Request, **changed: Any) -> Delta:
+    return Delta(req.id, [], arrival_time=req.arrival_time, **changed)
 
 
 class _Reversed:

@@ -155,14 +155,18 @@ class BeamScheduler:
             return []
         del self.groups[group.root.id]
         return [
-            _delta(req_id, finished, group.num_cached_tokens)
+            _delta(req_id, finished, group)
             for req_id, finished in zip(self._output_ids(group), group.search.finished, strict=True)
         ]
 
     def _fail(self, group: Group, error: str) -> list[Delta]:
         self.abort(group.root.id)
         group.search.running = []
-        return [Delta(req_id, [], finish_reason="error", error=error) for req_id in self._output_ids(group)]
+        arrival_time = group.root.arrival_time
+        return [
+            Delta(req_id, [], finish_reason="error", error=error, arrival_time=arrival_time)
+            for req_id in self._output_ids(group)
+        ]
 
     def _output_ids(self, group: Group) -> list[str]:
         return sequence_ids(group.root.group or group.root.id, group.search.params.beam_width)
@@ -173,7 +177,7 @@ class BeamScheduler:
             del self._group_of[req_id]
 
 
-def _delta(req_id: str, finished: FinishedBeam, num_cached_tokens: int) -> Delta:
+def _delta(req_id: str, finished: FinishedBeam, group: Group) -> Delta:
     """All of a beam at once: until the end nobody knows which beams are the best."""
     beam = finished.beam
     return Delta(
@@ -183,5 +187,6 @@ def _delta(req_id: str, finished: FinishedBeam, num_cached_tokens: int) -> Delta
         logprobs=[
             [(token, logprob, rank)] for token, (logprob, rank) in zip(beam.token_ids, beam.logprobs, strict=True)
         ],
-        num_cached_tokens=num_cached_tokens,
+        num_cached_tokens=group.num_cached_tokens,
+        arrival_time=group.root.arrival_time,
     )

@@ -237,8 +237,8 @@ PAGE_ENDPOINTS = (
         "GET",
         "/debug/live",
         live.live,
-        "The engine as it runs: an event about four times a second, while there is news",
-        streams=live.Look,
+        "The engine as it runs: an event of each replica about four times a second, while there is news; ?replica=1",
+        streams=live.LiveEvent,
         tasks=("generate",),
     ),
 )
@@ -272,6 +272,7 @@ def create_app(
     with_page: bool = True,
     secret: bytes | None = None,
     tracing: Tracing | NoTracing | None = None,
+    place: live.Place = live.ALONE,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
@@ -282,6 +283,7 @@ def create_app(
     client_timeout: seconds that a client may take to send a request, or leave an answer unread (serve/patience.py).
     debug_endpoints: with those below /debug, which show what the engine does for whom. with_page: the page at /, and
     /debug/live, where it reads what the engine does. tracing: where a span for each request goes; None: nowhere.
+    place: which of several servers of the engine it is.
     """
     endpoints = ENDPOINTS + PAGE_ENDPOINTS * with_page + DEBUG_ENDPOINTS * debug_endpoints
     tracing = tracing or NoTracing()
@@ -322,6 +324,7 @@ def create_app(
     app.state.max_body_bytes = max_body_bytes
     app.state.client_timeout = client_timeout
     app.state.endpoints = endpoints
+    app.state.place = place
     app.state.viewers = set()  # of /debug/live
     app.state.created = int(time.time())
     return app

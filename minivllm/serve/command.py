@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minivllm.serve")
 
+CORE = {"process": "no step waits for HTTP or text", "inproc": "one process: a step waits for HTTP and text"}
+
 EXAMPLES = """examples:
   python -m minivllm.serve                                        the default model, on http://127.0.0.1:8000
   python -m minivllm.serve --model ./my-llama --dtype bfloat16    a local Hugging Face folder
@@ -278,6 +280,7 @@ def report(engine: AsyncLLM | AsyncPooler, names: Sequence[str], url: str, tools
     rows = [
         ("URL", f"{url}/v1", "OpenAI-compatible; /metrics, /health and /openapi.json are beside it"),
         ("model", ", ".join(names), "" if names == [config.model.path] else config.model.path),
+        ("engine core", config.engine.core, CORE[config.engine.core]),
         ("attention backend", info["attention"], chosen.pop("runner.attention", "as configured")),
         ("dtype", info["dtype"], chosen.pop("model.dtype", "as configured")),
         *(("adapter", adapter.name, f"rank {adapter.rank}, {adapter.path}") for adapter in engine.list_loras()),

@@ -38,6 +38,7 @@ def replica_of(request: Request) -> int:
 
 
 class ProcessState(msgspec.Struct):
+    server: int  # its number, of --api-servers
     rss_bytes: int
     open_files: int  # and connections
     threads: int
@@ -49,6 +50,7 @@ class ProcessState(msgspec.Struct):
 async def process(request: Request) -> Response:
     service, this = request.app.state.service, psutil.Process()
     state = ProcessState(
+        server=request.app.state.place.server,
         rss_bytes=this.memory_info().rss,
         open_files=this.num_fds(),
         threads=threading.active_count(),

@@ -58,13 +58,15 @@ def main() -> int:
     from minivllm.engine.async_llm import AsyncLLM
     from minivllm.engine.replicas import over
     from minivllm.engine.socket_link import SocketLink
+    from minivllm.serve.live import Place
     from minivllm.serve.server import Server
     from minivllm.serve.shared_metrics import SharedMetrics
 
     links = [SocketLink(Path(folder), task.name) for folder in task.folders]
     engine = AsyncLLM.over(over(task.config, links), task.number)
     names, tls = args.served_model_name or [task.config.model.path], access.tls_options(args)
-    app_options = access.app_options(args) | operate.app_options(args) | {"secret": task.secret}
+    own = {"secret": task.secret, "place": Place(task.number, args.api_servers)}
+    app_options = access.app_options(args) | operate.app_options(args) | own
     app, tools = command.application(args, engine, names, app_options)
     shared = SharedMetrics(Path(task.metrics), task.name, app.state.service.metrics)
     family = socket.AF_INET6 if ":" in task.address[0] else socket.AF_INET

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minivllm.lora.peft import CONFIG, WEIGHTS
+from minivllm.lora.request import CONFIG, WEIGHTS
 from minivllm.lora.table import Adapter
 from minivllm.serve import protocol
 from minivllm.serve.connection import read_body

@@ -35,7 +35,8 @@ class QuickProtocol(PatientProtocol):
                 return
             if self.flow.write_paused and not cycle.disconnected:
                 await self.flow.drain()
-            if not cycle.disconnected and (body := message["body"]):
+            gone = cycle.disconnected or self.transport.is_closing()  # the first is known a turn of the loop later
+            if not gone and (body := message["body"]):
                 self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
         return quick

@@ -11,7 +11,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxRole
 
-from bookext import charts, guesses, records, replay, widgets
+from bookext import batchrows, charts, guesses, records, replay, widgets
 from bookext.base import EXPECTED, USED, Directive, html
 from chapters import harness
 
@@ -244,6 +244,7 @@ class Widget(Directive):
         timeline  runs of the same arrivals; `:names: V0 | V1`, `:seconds:` of playing, `:autoplay:` once, if seen
         blocks    the pool and the block tables of one run
         prefix    the same, with the queue of free blocks
+        rows      the rows of the persistent batch, and what is written into them
         tokens    the text of a run that reported log-probabilities
         guesses   the text of a run with speculative decoding
         roofline  `source:rows` instead of a run. `:compute:` and `:memory:` are paths in the results to GFLOP/s and
@@ -281,11 +282,14 @@ class Widget(Directive):
         (run,) = runs
         if kind in ("blocks", "prefix"):
             return widgets.blocks(run, start, f"mv-{kind}")
+        if kind == "rows":
+            return batchrows.draw(run, start)
         if kind == "tokens":
             return widgets.tokens(run, start)
         if kind == "guesses":
             return guesses.draw(run, start)
-        raise ValueError(f"no widget is called {kind}; there are timeline, blocks, prefix, tokens, guesses, roofline")
+        known = "timeline, blocks, prefix, rows, tokens, guesses, roofline"
+        raise ValueError(f"no widget is called {kind}; there are {known}")
 
     def roofline(self, place: str) -> str:
         source, rows = place.partition(":")[0], records.as_rows(self.picked(place))

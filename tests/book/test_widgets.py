@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
-from bookext import charts, figures, frames, records, replay, widgets
+from bookext import batchrows, charts, figures, frames, records, replay, widgets
 
 from chapters import record_traces
 from chapters.record_traces import MAX_BYTES, SCENES
+from minivllm.runner.inputs import BatchKey, InputSizes, Rows
+from minivllm.runner.inputs_persistent import PersistentInputs
+from minivllm.trace import plan_of
 
 RUNS = list(SCENES)
 
@@ -99,6 +103,37 @@ def test_probabilities_of_a_choice_are_a_distributions_head():
     for choice in made:
         likely = [p for _, p in choice.candidates]
         assert likely == sorted(likely, reverse=True) and sum(likely) <= 1.001 and 0 < choice.probability <= 1
+
+
+@pytest.mark.parametrize("name", ["seats-continuous", "small-pool"])
+def test_the_replayed_rows_are_the_persistent_batchs_at_every_step(name):
+    """Whose a row is, its tokens and its blocks; and that what was not news was in the row before."""
+    found = replay.load(name)
+    config, info = found.header["config"], found.header["info"]
+    max_rows = config["scheduler.max_num_seqs"]
+    kept = PersistentInputs(InputSizes(max_rows, info["max_model_len"], info["block_size"], info["num_blocks"]))
+    table, states, num_steps = Rows(max_rows), batchrows.row_states(found), 0
+    for record in found.steps():
+        plan = plan_of(record)
+        for req_id in plan.leaves:
+            table.leave(req_id)
+        before = [kept.token_ids.copy(), kept.block_tables.copy()]
+        kept.apply(plan, [table.join(join.req_id) for join in plan.joins])
+        if not plan.num_tokens:
+            continue
+        batch = kept.build(plan, BatchKey(plan.total_tokens))
+        sampled = [record["tokens"][batch.req_ids[i]][0] for i in batch.sample_requests]
+        kept.append(batch, batch.sample_requests, np.array(sampled))
+        state, num_steps = next(states), num_steps + 1
+        assert {req_id: row for row, req_id in enumerate(state.owners) if req_id} == table.of
+        num_requests, width = batch.block_tables.shape
+        assert state.told == 3 * batch.num_tokens + (3 + width) * num_requests + 1 + 3 * len(sampled)
+        for req_id, row in table.of.items():
+            tokens, blocks = kept.token_ids[row, : kept.num_tokens[row]], kept.block_tables[row, : kept.num_blocks[row]]
+            assert (state.tokens[req_id], state.blocks[req_id]) == (tokens.tolist(), blocks.tolist())
+            changed = (before[0][row, : len(tokens)] != tokens).sum() + (before[1][row, : len(blocks)] != blocks).sum()
+            assert changed <= state.news.get(req_id, 0), "more was written than what is called news"
+    assert num_steps > 20 and next(states, None) is None
 
 
 # ---------------------------------------------------------------------------------------- frames and charts
@@ -213,13 +248,24 @@ def test_the_guesses_that_are_seen_at_a_step_are_the_replays(page):
         assert seen["said"].startswith(f"Step {k + 1}. ")
 
 
+def test_the_rows_that_are_seen_at_step_k_are_the_replays(page):
+    told = written = 0
+    for k, state in enumerate(batchrows.row_states(replay.load("seats-continuous"))):
+        seen = page.evaluate(SHOW, ["mv-rows", k])
+        for i, owner in enumerate(state.owners):
+            assert seen[f"o{i}"] == f"row {i}: {owner or 'nobody'}" and (seen[f"k{i}"] == "–") == (not owner)
+        told, written = told + state.told, written + state.written
+        assert (seen["v0"], seen["v1"]) == (str(state.told), str(state.written))
+        assert seen["sum"] == f"Numbers written so far: {told:,} by V0, {written:,} by V1."
+
+
 def test_a_roof_says_what_bounds_a_point(page):
     assert "set by the memory" in page.evaluate(SHOW, ["mv-roofline", 0])["said"]
     last = page.evaluate(SHOW, ["mv-roofline", 2])["said"]
     assert "32 FLOP for each byte" in last and "set by the arithmetic" in last and "measured: 80 GFLOP/s" in last
 
 
-TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-tokens", "mv-guesses", "mv-roofline", "mv-chart"]
+TAGS = [f"mv-{kind}" for kind in ("timeline", "blocks", "prefix", "rows", "tokens", "guesses", "roofline", "chart")]
 
 
 @pytest.mark.parametrize("tag", TAGS)

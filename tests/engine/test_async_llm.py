@@ -53,6 +53,37 @@ def test_leaving_the_iterator_aborts_the_request(engine):
     assert asyncio.run(run()) == 60
 
 
+@pytest.mark.parametrize("core", ["inproc", "process"])
+def test_an_id_that_is_used_again_at_once_gets_no_token_of_the_one_before(core):
+    """A step of the one that was left may still run, or what it gave be on its way to the front end."""
+
+    async def read(engine, request_id, prompt, num_read):
+        tokens = []
+        stream = engine.generate(prompt, GREEDY, request_id, output_kind="delta")
+        async for output in stream:
+            tokens += output.outputs[0].token_ids
+            if len(tokens) >= num_read:
+                break
+        await stream.aclose()
+        return tokens
+
+    async def again_and_again(engine, request_id):
+        found = []
+        for _ in range(8):
+            await read(engine, request_id, [1, 2, 3], 4)
+            found.append(await read(engine, request_id, [50, 60], 12))
+        return found
+
+    async def run(engine):
+        alone = await read(engine, "alone", [50, 60], 12)
+        return alone, await asyncio.gather(*(again_and_again(engine, str(i)) for i in range(6)))
+
+    engine = AsyncLLM("dummy:tiny", overrides={**SMALL, "engine.core": core})
+    alone, found = asyncio.run(run(engine))
+    engine.close()
+    assert all(tokens == alone for each in found for tokens in each)
+
+
 def test_cancelling_a_task_aborts_its_request(engine):
     async def run():
         tasks = [asyncio.create_task(collect(engine, str(i), GREEDY.replace(max_tokens=300))) for i in range(5)]

@@ -11,19 +11,22 @@ from minivllm.request import SamplingParams, sequence_ids
 TOKENIZER = tiny.byte_level()
 EOS = TOKENIZER.eos_token_ids[0]
 PROMPT = [5, 6, 7]
+ARRIVED = 100.0
 A, B, C, D = (TOKENIZER.encode(char)[0] for char in "abcd")
 
 
 def start(kind="cumulative", request_id="r", processor=None, **params) -> OutputProcessor:
     processor = processor or OutputProcessor(TOKENIZER)
     resolved = SamplingParams(seed=0, **params)
-    processor.add(request_id, "prompt", PROMPT, resolved, sequence_ids(request_id, resolved.n), 100.0, kind)
+    processor.add(request_id, "prompt", PROMPT, resolved, sequence_ids(request_id, resolved.n), ARRIVED, kind)
     return processor
 
 
 def step(processor, *deltas, now=101.0):
     """-> (outputs, ids to abort); a delta as (id, tokens) or (id, tokens, finish reason) or a Delta."""
     deltas = [d if isinstance(d, Delta) else Delta(*d) for d in deltas]
+    for delta in deltas:
+        delta.arrival_time = delta.arrival_time or ARRIVED
     result = processor.process(deltas, now)
     processor.check()
     return result
@@ -41,6 +44,14 @@ def test_cumulative_outputs_grow_and_delta_outputs_join_to_the_same():
         assert last.finished and last.outputs[0].finish_reason == "length" and last.outputs[0].stop_reason is None
         assert (last.request_id, last.prompt, last.prompt_token_ids) == ("r", "prompt", PROMPT)
     assert not whole[0].finished
+
+
+def test_what_comes_late_is_not_taken_for_the_next_request_of_that_name():
+    processor = start("delta")
+    late = Delta("r", [A], "length", arrival_time=ARRIVED - 1)
+    assert step(processor, late) == ([], [])
+    ((output,), _) = step(processor, ("r", [B]))
+    assert output.outputs[0].token_ids == [B] and not output.finished
 
 
 def test_a_final_output_comes_once():

@@ -112,6 +112,15 @@ def test_both_answer_the_same_and_share_metrics_and_the_cache(group):
         assert client.get("/health").json() == {"status": "ok"}
 
 
+def test_each_says_who_it_is_to_who_looks_at_the_engine(group):
+    told = []
+    for server in group.servers:
+        with group.connect(server).stream("GET", "/debug/live", headers=AUTH) as reply:
+            told.append(json.loads(next(line for line in reply.iter_lines() if line.startswith("data: "))[6:]))
+    assert {event["server"] for event in told} == {0, 1}
+    assert {(event["servers"], event["replica"], event["replicas"]) for event in told} == {(2, 0, 1)}
+
+
 def test_a_server_that_is_killed_leaves_no_request_behind_and_is_started_again(group):
     doomed, other = group.servers
     victim, witness = group.connect(doomed), group.connect(other)

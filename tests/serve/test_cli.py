@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -35,25 +34,19 @@ LIGHT = (
 
 
 @pytest.mark.parametrize("args", LIGHT, ids=" ".join)
-def test_help_features_and_wrong_flags_import_no_torch(args):
+def test_help_features_and_wrong_flags_import_nothing_but_msgspec(args):
+    """Help answers at once because of what it does not import. Seconds would say how busy the machine is."""
     probe = (
-        "import sys, minivllm.__main__ as m\n"
+        "import sys, msgspec; found = set(sys.modules)\n"
+        "import minivllm.__main__ as m\n"
         "try: m.main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'starlette', 'httpx'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
+        "packages = {name.partition('.')[0] for name in set(sys.modules) - found} - sys.stdlib_module_names\n"
+        "more = packages - {'minivllm'}\n"
+        "sys.exit(f'imported {more}' if more else 0)"
     )
     done = subprocess.run([sys.executable, "-c", probe, *args], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_help_answers_in_a_third_of_a_second():
-    def seconds():
-        begin = time.perf_counter()
-        run("serve", "--help")
-        return time.perf_counter() - begin
-
-    assert min(seconds() for _ in range(5)) < 0.3  # the best of five: the machine is shared
 
 
 def test_help_lists_every_vllm_name_with_its_default():

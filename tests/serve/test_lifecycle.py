@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,11 +14,14 @@ import time
 import httpx
 import pytest
 
+from minivllm.serve.server import GRACE_SECONDS
+
 
 class Process:
     def __init__(self, *args):
         command = [sys.executable, "-m", "minivllm.serve", "--model", "dummy:tiny", "--port", "0", *args]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, **pipes, text=True, start_new_session=True)
         self.output = ""
 
     def wait_ready(self):
@@ -28,9 +32,10 @@ class Process:
         raise AssertionError(self.output + self.process.stderr.read())
 
     def end(self, number=signal.SIGINT):
-        """(exit code, stdout, stderr, seconds it took to stop)"""
+        """(exit code, stdout, stderr, seconds it took to stop). All its processes get the signal, as from a terminal
+        or from systemd."""
         begin = time.perf_counter()
-        self.process.send_signal(number)
+        os.killpg(self.process.pid, number)
         out, err = self.process.communicate(timeout=20)
         return self.process.returncode, self.output + out, err, time.perf_counter() - begin
 
@@ -84,8 +89,8 @@ def test_a_signal_stops_it_at_once_and_tells_the_streams(start, number):
     code, out, err, seconds = server.end(number)
     reader.join(5)
     assert code == 0
-    assert "Traceback" not in out + err
-    assert seconds < 3, seconds  # uvicorn's own waits are 0.2 s; the rest is the interpreter's end on a busy machine
+    assert "Traceback" not in out + err and "starting it again" not in err
+    assert seconds < GRACE_SECONDS + 3, seconds  # two interpreters' ends on a busy machine; a second on a quiet one
     told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")][-1]
     assert told["error"]["code"] == "server_shutting_down"
     assert lines[-2] == "data: [DONE]"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -393,6 +395,83 @@ def test_a_step_is_told_by_pointer_and_by_keyboard(open_page):
     box = page.locator(".charts").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 40)
     expect(detail).to_have_text(last)
+
+
+@pytest.fixture(scope="module")
+def replicated(serving):
+    """Two replicas that take requests in turns, behind server 1 of four. The model is slow enough to be looked at."""
+    from minivllm.engine.async_llm import AsyncLLM
+    from minivllm.serve.live import Place
+
+    two = {"engine.core": "process", "engine.replicas": 2, "engine.router": "round_robin", "engine.restart": False}
+    engine = AsyncLLM("dummy:smollm2-135m", overrides={**TINY, **two})
+    with serving(engine, names=("tiny",), place=Place(1, 4)) as url:
+        yield SimpleNamespace(url=url, cores=[replica.link for replica in engine._link.replicas])
+
+
+def test_one_core_behind_one_server_is_not_called_a_replica(open_page):
+    page = open_page()
+    page.get_by_role("link", name="Engine").click()
+    expect(page.locator("mv-engine .state")).to_have_text("Live")
+    expect(page.locator(".figures")).to_contain_text("of 120")
+    for hidden in (".lanes", ".whose", ".place"):
+        expect(page.locator(f"mv-engine {hidden}")).to_be_hidden()
+
+
+def test_all_replicas_are_seen_and_whose_request_runs_where(open_page, replicated):
+    page = open_page(replicated.url)
+    talk_on(page)
+    for busy in range(2):
+        ask(page)
+        expect(page.locator("mv-answer .stats").nth(busy)).to_contain_text("tokens/s")
+        page.get_by_role("link", name="Engine").click()
+        expect(page.locator("mv-engine .place")).to_have_text("told by server 1 (of 0 to 3)")
+        lanes = page.locator(".lanes tbody tr")
+        expect(lanes).to_have_count(2)
+        for lane, running in ((lanes.nth(busy), 1), (lanes.nth(1 - busy), 0)):
+            in_use = re.compile(r"^[1-9]\d* of 120$") if running else "0 of 120"
+            expect(lane.locator("td")).to_have_text([re.compile(f"^{running} of "), "0", in_use])
+            expect(lane.locator(".tag")).to_be_visible(visible=bool(running))
+            lane.get_by_role("button").click()
+            expect(lane.get_by_role("button")).to_have_attribute("aria-pressed", "true")
+            expect(page.locator("[aria-pressed=true]")).to_have_count(1)
+            expect(page.locator("mv-engine .whose")).to_have_text(lane.get_by_role("button").text_content())
+            expect(page.locator(".rows tbody tr")).to_have_count(running)
+            expect(page.locator(".figures")).to_contain_text(f"Running{running} of")
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_role("button", name="Stop").click()
+        answered(page, busy + 1)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_the_replicas_fit_and_can_be_read(open_page, replicated, scheme, viewport):
+    page = open_page(replicated.url, color_scheme=scheme, viewport=viewport)
+    page.get_by_role("link", name="Engine").click()
+    expect(page.locator(".lanes tbody tr")).to_have_count(2)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator(".lanes").evaluate("e => e.scrollWidth <= e.clientWidth"), "a lane is cut off"
+    check_contrast(page)
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    faults = axe.Axe().run(page).response["violations"]
+    assert [(fault["id"], [node["html"] for node in fault["nodes"]]) for fault in faults] == []
+
+
+def test_a_replica_that_dies_is_shown_as_down_and_the_other_one_lives(open_page, replicated):
+    """The last test with these replicas: it ends one."""
+    page = open_page(replicated.url)
+    page.get_by_role("link", name="Engine").click()
+    lanes = page.locator(".lanes tbody tr")
+    expect(lanes.nth(1)).to_contain_text("of 120")
+    lanes.nth(1).get_by_role("button").click()
+    os.kill(replicated.cores[1].pid, signal.SIGKILL)
+    expect(lanes.nth(1)).to_contain_text("does not run")
+    expect(page.get_by_text("This replica does not run. The others go on.")).to_be_visible()
+    expect(page.locator(".figures")).to_be_hidden()
+    expect(page.locator("#status")).to_have_text("Replica 1 does not run any more")
+    lanes.nth(0).get_by_role("button").click()
+    expect(page.locator(".figures")).to_be_visible()
+    expect(page.locator("mv-engine .state")).to_have_text("Live")
 
 
 # ---- everybody's

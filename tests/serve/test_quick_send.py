@@ -101,3 +101,28 @@ def test_a_client_that_has_left_is_written_nothing_more():
         return transport.written
 
     assert b"late" not in asyncio.run(run())
+
+
+def test_nothing_is_written_once_the_transport_closes():
+    """Between a write that failed and connection_lost there is a turn of the loop; asyncio warns of writes in it."""
+    transports = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for piece in range(9):
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            if piece == 3:
+                transports[0].close()
+
+    async def run():
+        app.state = SimpleNamespace(client_timeout=60.0)
+        protocol = QuickProtocol(uvicorn.Config(app, log_config=None), ServerState(), {})
+        transports.append(Transport())
+        protocol.connection_made(transports[0])
+        protocol.data_received(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        protocol.connection_lost(None)
+        return transports[0].written
+
+    assert asyncio.run(run()).count(b"1\r\nx\r\n") == 4

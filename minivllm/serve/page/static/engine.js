@@ -1,9 +1,11 @@
-// The engine as it runs. It listens to /debug/live only while it is looked at: nobody else costs the engine anything.
+// The engine as it runs: its replicas where there are several, and all that can be seen of the chosen one. It listens
+// to /debug/live only while it is looked at: nobody else costs the engine anything.
 
 import { ask, events } from "./api.js";
 import { BlockMap } from "./blocks.js";
 import { announce, h } from "./dom.js";
 import { count, duration, quantile } from "./format.js";
+import { ReplicaTable } from "./replicas.js";
 import { RequestTable } from "./requests.js";
 import { StepCharts } from "./steps.js";
 
@@ -11,33 +13,62 @@ const MAX_STEPS = 1000;
 const RETRY_MS = 2000;
 const CALM_MS = 1000; // between two pictures, for who asked for less motion
 const FIGURES = ["Running", "Waiting", "Tokens in a step", "Blocks in use", "TTFT, median", "ITL, median"];
+const DOWN = "This replica does not run. The others go on.";
+const UNHEARD = "This replica has not answered yet: it may be in a long step.";
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+/** What has been heard of one replica. */
+class Replica {
+  runs = null; // until it is known
+  look = null;
+  steps = [];
+
+  /** look: null if it does not run. */
+  take(look) {
+    if (!this.runs || (look && look.next < this.look.next)) this.steps = []; // the core has started anew
+    this.runs = look !== null;
+    if (!look) return;
+    this.look = look;
+    this.steps = [...this.steps, ...look.steps].slice(-MAX_STEPS);
+  }
+}
 
 class Engine extends HTMLElement {
   static observedAttributes = ["hidden"];
   #abort = null;
   #paused = false;
-  #look = null;
-  #steps = [];
-  #next = 0;
+  #replicas = [];
+  #chosen = 0;
   #drawing = false;
 
   connectedCallback() {
     this.state = h("p", { class: "state" }, "Connecting");
+    this.place = h("p", { class: "place", hidden: true });
     this.pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.#pause() }, "Pause");
     this.again = h("button", { type: "button", hidden: true, onclick: () => this.#restart() }, "Try again");
+    this.lanes = new ReplicaTable((number) => this.#choose(number));
+    this.whose = h("h2", { class: "whose", hidden: true });
+    this.silent = h("p", { class: "empty", hidden: true });
     this.figures = FIGURES.map(() => h("dd", {}, "–"));
     this.charts = new StepCharts();
     this.table = new RequestTable((id) => this.#select(id));
     this.pool = new BlockMap();
+    this.parts = h(
+      "div",
+      { class: "page" },
+      h("dl", { class: "figures" }, FIGURES.map((name, i) => h("div", {}, h("dt", {}, name), this.figures[i]))),
+      h("div", { class: "two" }, this.charts.element, this.table.element),
+      this.pool.element,
+    );
     this.append(
       h(
         "div",
         { class: "page" },
-        h("div", { class: "head" }, h("h2", {}, "Engine"), this.state, this.again, this.pause),
-        h("dl", { class: "figures" }, FIGURES.map((name, i) => h("div", {}, h("dt", {}, name), this.figures[i]))),
-        h("div", { class: "two" }, this.charts.element, this.table.element),
-        this.pool.element,
+        h("div", { class: "head" }, h("h2", {}, "Engine"), this.state, this.place, this.again, this.pause),
+        this.lanes.element,
+        this.whose,
+        this.silent,
+        this.parts,
       ),
     );
     new ResizeObserver(() => this.#draw()).observe(this);
@@ -89,8 +120,8 @@ class Engine extends HTMLElement {
     while (!signal.aborted) {
       try {
         const response = await ask("debug/live", { signal });
-        this.#steps = [];
-        for await (const look of events(response)) this.#take(look);
+        this.#replicas = [];
+        for await (const event of events(response)) this.#take(event);
       } catch (error) {
         if (error.name === "AbortError") return;
         this.#say(error.message, true);
@@ -111,18 +142,27 @@ class Engine extends HTMLElement {
     if (isError) announce(text);
   }
 
-  #take(look) {
+  #take({ server, servers, replica: number, replicas, look }) {
     this.#say("Live");
-    if (look.next < this.#next) this.#steps = []; // the core has started anew
-    this.#next = look.next;
-    this.#steps = [...this.#steps, ...look.steps].slice(-MAX_STEPS);
-    this.#look = look;
+    this.place.hidden = servers < 2;
+    this.place.textContent = `told by server ${server} (of 0 to ${servers - 1})`;
+    if (this.#chosen >= replicas) this.#chosen = 0;
+    while (this.#replicas.length < replicas) this.#replicas.push(new Replica());
+    const replica = this.#replicas[number];
+    if (!look && replica.runs) announce(`Replica ${number} does not run any more`);
+    replica.take(look);
     if (this.#drawing) return;
     this.#drawing = true;
     setTimeout(() => requestAnimationFrame(() => this.#draw()), calm.matches ? CALM_MS : 0);
   }
 
   // --- the picture
+
+  #choose(number) {
+    if (this.#chosen === number) return;
+    this.#chosen = number;
+    this.#select(""); // it is no request of this replica
+  }
 
   #select(id) {
     this.table.selected = id;
@@ -131,18 +171,26 @@ class Engine extends HTMLElement {
 
   #draw() {
     this.#drawing = false;
-    const look = this.#look;
-    if (!look || this.hidden) return;
-    this.charts.draw(this.#steps, look.budget);
+    const replica = this.#replicas[this.#chosen];
+    if (!replica || this.hidden) return;
+    this.lanes.draw(this.#replicas, this.#chosen);
+    this.whose.hidden = this.#replicas.length < 2;
+    this.whose.textContent = `Replica ${this.#chosen}`;
+    this.parts.hidden = !replica.runs;
+    this.silent.hidden = Boolean(replica.runs);
+    this.silent.textContent = replica.runs === false ? DOWN : UNHEARD;
+    if (!replica.runs) return;
+    const { look, steps } = replica;
+    this.charts.draw(steps, look.budget);
     this.table.draw(look);
     this.pool.draw(look, this.table.highlight);
-    this.#count(look);
+    this.#count(look, steps);
   }
 
-  #count(look) {
-    const last = this.#steps.at(-1);
-    const itl = this.#steps.flatMap((step) => step.itl_ms);
-    const ttft = this.#steps.flatMap((step) => step.ttft_ms);
+  #count(look, steps) {
+    const last = steps.at(-1);
+    const itl = steps.flatMap((step) => step.itl_ms);
+    const ttft = steps.flatMap((step) => step.ttft_ms);
     const tokens = last ? last.prefill + last.decode + last.draft : 0;
     const shown = [
       [count(look.running), `of ${count(look.places)}`],
