@@ -135,6 +135,21 @@ def shared_prefix(draw: Draw, prefix: int = 341) -> list[Arrival]:
     return draw.pairs(ALPACA_IN, ALPACA_OUT, before=draw.ids(draw.length(prefix)))
 
 
+def many_prefixes(draw: Draw, groups: int = 16, prefix: int = 341) -> list[Arrival]:
+    """Alpaca's lengths, each after one of 16 common beginnings of 341 tokens.
+
+    Each beginning is as likely as the others, whatever came before: with replicas, where a request goes decides what it
+    finds in the prefix cache.
+    """
+    beginnings = [draw.ids(draw.length(prefix)) for _ in range(groups)]
+    chosen = draw.generator.integers(groups, size=draw.num_requests).tolist()
+    after = draw.pairs(ALPACA_IN, ALPACA_OUT)
+    return [
+        arrival._replace(prompt_token_ids=beginnings[group] + arrival.prompt_token_ids)
+        for group, arrival in zip(chosen, after, strict=True)
+    ]
+
+
 def long_prompt_among_chats(draw: Draw, num_chats: int = 8, num_long: int = 2000) -> list[Arrival]:
     """Eight chats decode when a 2,000-token prompt joins: the stall that Sarathi (Agrawal et al. 2023) was made for.
 
@@ -184,6 +199,7 @@ WORKLOADS: dict[str, Workload] = {
     "sharegpt": Workload(sharegpt, 16, 2.0, 2048),
     "alpaca": Workload(alpaca, 32, 4.0, 768),
     "shared_prefix": Workload(shared_prefix, 32, 4.0, 1109),
+    "many_prefixes": Workload(many_prefixes, 64, 4.0, 1109),
     "long_prompt_among_chats": Workload(long_prompt_among_chats, 9, 1.0, 2016),
     "parallel_sampling": Workload(parallel_sampling, 8, 2.0, 768),
     "beam": Workload(beam, 8, 2.0, 768),

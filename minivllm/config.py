@@ -152,7 +152,7 @@ class EngineConfig(Section):
         try:
             return msgspec.convert(tree, type(self), strict=False)
         except msgspec.ValidationError as e:
-            raise ConfigError(f"{e}{_choices(str(e))}; got {dict(overrides)!r}") from None
+            raise ConfigError(_in_words(str(e), tree)) from None
 
     def get(self, dotted: str) -> Any:
         section, _, name = dotted.partition(".")
@@ -263,12 +263,18 @@ def _optional_fields() -> set[str]:
     }
 
 
-def _choices(message: str) -> str:
-    """' (choices)' of the field that a validation message names, if it has a fixed list of them."""
-    section, _, name = message.rpartition("`$.")[2].rstrip("`").partition(".")
-    types = {f.name: f.type for f in msgspec.structs.fields(EngineConfig) if f.name == section}
-    found = [f.type for s in types.values() for f in msgspec.structs.fields(s) if f.name == name]
-    return f" ({', '.join(get_args(found[0]))})" if found and get_origin(found[0]) is Literal else ""
+def _in_words(message: str, tree: Mapping[str, Any]) -> str:
+    """A validation message ("Expected `int`, got `str` - at `$.kv.block_size`") with the option's name, what it may be
+    and what it was given."""
+    what, _, where = message.partition(" - at `$.")
+    section, _, name = where.rstrip("`").partition(".")
+    types = {f.name: f.type for f in msgspec.structs.fields(EngineConfig)}
+    kinds = {f.name: f.type for f in msgspec.structs.fields(types[section])} if section in types else {}
+    if name not in kinds:  # inside of a value that is a table or a list
+        return message
+    kind = what.replace("`", "").removeprefix("Expected ").partition(", got")[0]
+    allowed = "one of " + ", ".join(get_args(kinds[name])) if get_origin(kinds[name]) is Literal else kind
+    return f'{section}.{name} must be {allowed}, got "{tree[section][name]}"'
 
 
 def parse_set(pairs: Iterable[str]) -> dict[str, str]:

@@ -24,11 +24,11 @@ def test_none_empties_an_optional_field_and_names_an_option_elsewhere():
         ({"kv.prefx": "hash"}, 'no option "kv.prefx". Did you mean "kv.prefix"'),
         ({"kv": "hash"}, 'no option "kv"'),
         ({"kv.prefix": "hsh"}, 'kv.prefix: no option "hsh". Did you mean "hash"? Options: none, hash'),
-        ({"kv.block_size": "big"}, "Expected `int`"),
+        ({"kv.block_size": "big"}, 'kv.block_size must be int, got "big"'),
         ({"kv.block_size": 0}, "kv.block_size must be at least 1 and at most 256, got 0"),
         ({"kv.memory_fraction": 1.5}, "kv.memory_fraction must be at least"),
         ({"scheduler.max_num_seqs": 0}, "scheduler.max_num_seqs must be at least 1"),
-        ({"model.dtype": "int3"}, "Invalid enum value 'int3' - at `$.model.dtype` (auto, bfloat16, float16, float32)"),
+        ({"model.dtype": "int3"}, 'model.dtype must be one of auto, bfloat16, float16, float32, got "int3"'),
     ],
 )
 def test_a_wrong_override_says_what_is_right(overrides, message):

@@ -29,10 +29,12 @@ class Task(msgspec.Struct):
 
 def main(folder: str) -> int:
     faulthandler.enable()  # a crash in a kernel leaves a stack
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal and systemd signal all of a group's processes: what it
-        signal.signal(number, signal.SIG_IGN)  # means is the parent's to say, whose clients want to be told first
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
-    child.end_with_parent()
+    # A terminal and systemd signal all of a group's processes: what it means is the parent's to say, whose clients want
+    # to be told first.
+    child.ignore_interrupts()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    task = child.read_task(Task, [folder])
+    child.end_with_parent([folder])
     if task.cores is not None:
         os.sched_setaffinity(0, task.cores)  # before torch counts them
     config = task.config

@@ -30,8 +30,9 @@ def download(repo: str, patterns: tuple[str, ...] = FILES) -> Path:
 
 
 def unreachable(repo: str, cause: Exception) -> ModelError:
-    detail = " ".join(str(cause).split())[:200]
+    first = (str(cause).strip().splitlines() or [""])[0]  # what follows is advice about the library's own functions
+    wraps, detail = first.startswith("Got: "), first.removeprefix("Got: ")[:200]
+    told = detail if wraps else f"{type(cause).__name__}: {detail}"
     return ModelError(
-        f'"{repo}" is not a local path, and the Hugging Face Hub cannot be reached to fetch it '
-        f"({type(cause).__name__}: {detail}). {_INSTEAD}"
+        f'"{repo}" is not a local path, and the Hugging Face Hub cannot be reached to fetch it ({told}). {_INSTEAD}'
     )

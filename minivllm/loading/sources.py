@@ -87,7 +87,8 @@ def _unknown(path: str) -> ModelError:
 
     known = [*ALIASES, *(DUMMY_PREFIX + name for name in SHAPES)]
     parent = Path(path).expanduser().parent
-    nearby = [str(parent / p.name) for p in parent.iterdir()] if "/" in path and parent.is_dir() else []
+    beside = [p for p in parent.iterdir() if p.suffix == ".gguf" or p.is_dir()] if parent.is_dir() else []
+    nearby = [str(parent / p.name) for p in beside if "/" in path and not p.name.startswith(".")]
     hint = did_you_mean(path, [*nearby, *known])
     return ModelError(
         f'model "{path}": no such file or folder, and not a Hub id (owner/name).{hint} Known names: {", ".join(known)}'

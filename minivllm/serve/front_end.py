@@ -7,7 +7,6 @@ this process with it. It reads the same command line as its parent did, so that 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -49,9 +48,9 @@ def join(family: socket.AddressFamily, address: tuple) -> socket.socket:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server will give it a meaning
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
-    child.end_with_parent()
+    child.ignore_interrupts()  # until the server gives them a meaning
+    task = child.read_task(Task)
+    child.end_with_parent([task.metrics])
     args = command.parser(task.prog).parse_args(task.argv)
     logs.setup(args.log_format, args.log_level, process=f"server {task.number}")
     command.quiet_others()

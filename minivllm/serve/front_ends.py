@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,10 +59,11 @@ def serve_together(
     """options: AsyncLLM's. listener: owns the port, so far. Returns the exit code."""
     begin = time.perf_counter()
     config = shared_config(args, options)
-    with listen_beside(listener) as held, tempfile.TemporaryDirectory(prefix="minivllm-") as folder:
+    with listen_beside(listener) as held, ExitStack() as stack:
         command.announce_loading(options)
         with interrupts_end_at_once():
             cores = start_processes(config)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="minivllm-"))
         servers = Servers(args.api_servers, cores, Task(list(argv), prog, config, held.getsockname()[:2], folder))
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -24,9 +24,8 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--step-timeout", type=float, metavar="SECONDS", help=f"{what} (300)")
     what = "the page at /: a chat, and the engine as it runs"
     group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help=f"{what} (on)")
-    group.add_argument(
-        "--debug-endpoints", action="store_true", help="GET /debug/trace: the last steps, for ui.perfetto.dev (off)"
-    )
+    what = "GET /debug/trace: the last steps, for ui.perfetto.dev; /debug/process: what the process holds"
+    group.add_argument("--debug-endpoints", action="store_true", help=f"{what} (off)")
     what = "send a span for each request to this OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces"
     group.add_argument("--otlp-traces-endpoint", metavar="URL", help=f"{what}; needs the extra otel (off)")
 

@@ -2,18 +2,21 @@
 
 uvicorn would wait for every stream to end by itself and then raise the signal again. Here SIGINT and SIGTERM resolve
 `app.state.closing`, which ends each answer with a 503 or, in a stream, with an error event; an orderly stop exits
-with 0.
+with 0. Who presses Ctrl-C again while that lasts gets the end at once, with 130: engine cores end with their parent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,6 +26,7 @@ from minivllm.serve.patience import allow_many_connections
 from minivllm.serve.quick_send import QuickProtocol
 
 GRACE_SECONDS = 3
+SAME_SECONDS = 0.5  # a wrapper that passes Ctrl-C on makes it come twice
 
 
 class Server(uvicorn.Server):
@@ -48,6 +52,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.app, self.on_ready, self.beside = app, on_ready, beside
         self._open = contextlib.AsyncExitStack()
+        self._interrupted: float | None = None
 
     def run_on(self, listener: socket.socket) -> int:
         """Serve until a signal; the exit code."""
@@ -69,6 +74,15 @@ class Server(uvicorn.Server):
         self.app.state.closing.set_result(None)
         await self._open.aclose()
         await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._interrupted is None:
+            self._interrupted = now
+            super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT and now - self._interrupted > SAME_SECONDS:
+            os.write(2, b"interrupted\n")
+            os._exit(130)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

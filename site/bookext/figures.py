@@ -288,8 +288,8 @@ class Widget(Directive):
             return widgets.tokens(run, start)
         if kind == "guesses":
             return guesses.draw(run, start)
-        known = "timeline, blocks, prefix, rows, tokens, guesses, roofline"
-        raise ValueError(f"no widget is called {kind}; there are {known}")
+        names = "timeline, blocks, prefix, rows, tokens, guesses, roofline"
+        raise ValueError(f"no widget is called {kind}; there are {names}")
 
     def roofline(self, place: str) -> str:
         source, rows = place.partition(":")[0], records.as_rows(self.picked(place))

@@ -75,6 +75,15 @@ def test_shared_prefix_is_shared_and_what_follows_is_not():
     assert len({tuple(a.prompt_token_ids[170:]) for a in arrivals}) == len(arrivals)
 
 
+def test_each_of_many_prefixes_is_shared_by_its_group_alone():
+    arrivals = draw("many_prefixes", num_requests=200, scale=0.5, groups=5).arrivals
+    groups = {tuple(a.prompt_token_ids[:170]): 0 for a in arrivals}
+    for arrival in arrivals:
+        groups[tuple(arrival.prompt_token_ids[:170])] += 1
+    assert len(groups) == 5 and min(groups.values()) > 200 / 5 / 2
+    assert len({tuple(a.prompt_token_ids[170:]) for a in arrivals}) == len(arrivals)
+
+
 def test_a_2000_token_prompt_joins_eight_chats():
     arrivals = draw("long_prompt_among_chats").arrivals
     assert [a.kind for a in arrivals] == ["chat"] * 8 + ["long"]

@@ -235,6 +235,17 @@ def test_the_choice_that_is_seen_at_a_token_is_the_replays(page):
         assert seen["said"] == f"Token {k + 1}: {widgets.visible(choice.text)}, which had {choice.probability:.0%}."
 
 
+def test_the_rows_that_are_seen_at_step_k_are_the_replays(page):
+    told = written = 0
+    for k, state in enumerate(batchrows.row_states(replay.load("seats-continuous"))):
+        seen = page.evaluate(SHOW, ["mv-rows", k])
+        for i, owner in enumerate(state.owners):
+            assert seen[f"o{i}"] == f"row {i}: {owner or 'nobody'}" and (seen[f"k{i}"] == "–") == (not owner)
+        told, written = told + state.told, written + state.written
+        assert (seen["v0"], seen["v1"]) == (str(state.told), str(state.written))
+        assert seen["sum"] == f"Numbers written so far: {told:,} by V0, {written:,} by V1."
+
+
 def test_the_guesses_that_are_seen_at_a_step_are_the_replays(page):
     run = replay.load("guessed-records")
     prompt, made = replay.turns(run)
@@ -248,24 +259,13 @@ def test_the_guesses_that_are_seen_at_a_step_are_the_replays(page):
         assert seen["said"].startswith(f"Step {k + 1}. ")
 
 
-def test_the_rows_that_are_seen_at_step_k_are_the_replays(page):
-    told = written = 0
-    for k, state in enumerate(batchrows.row_states(replay.load("seats-continuous"))):
-        seen = page.evaluate(SHOW, ["mv-rows", k])
-        for i, owner in enumerate(state.owners):
-            assert seen[f"o{i}"] == f"row {i}: {owner or 'nobody'}" and (seen[f"k{i}"] == "–") == (not owner)
-        told, written = told + state.told, written + state.written
-        assert (seen["v0"], seen["v1"]) == (str(state.told), str(state.written))
-        assert seen["sum"] == f"Numbers written so far: {told:,} by V0, {written:,} by V1."
-
-
 def test_a_roof_says_what_bounds_a_point(page):
     assert "set by the memory" in page.evaluate(SHOW, ["mv-roofline", 0])["said"]
     last = page.evaluate(SHOW, ["mv-roofline", 2])["said"]
     assert "32 FLOP for each byte" in last and "set by the arithmetic" in last and "measured: 80 GFLOP/s" in last
 
 
-TAGS = [f"mv-{kind}" for kind in ("timeline", "blocks", "prefix", "rows", "tokens", "guesses", "roofline", "chart")]
+TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-rows", "mv-tokens", "mv-guesses", "mv-roofline", "mv-chart"]
 
 
 @pytest.mark.parametrize("tag", TAGS)

@@ -295,6 +295,29 @@ def test_a_failing_connection_is_the_same_error(monkeypatch):
         resolve("owner/name")
 
 
+def test_of_a_librarys_error_only_what_went_wrong_is_told(monkeypatch):
+    import huggingface_hub
+
+    def fail(*args, **options):
+        raise ValueError("Got: ConnectError: no route\nAn error happened. See the manual of our functions.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match=r"fetch it \(ConnectError: no route\)\. Give a local folder"):
+        resolve("owner/name")
+
+
+def test_only_what_could_be_a_model_is_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".nodel").mkdir()
+    (tmp_path / "modes.txt").touch()
+    with pytest.raises(ModelError) as caught:
+        resolve("./modex")
+    assert "Did you mean" not in str(caught.value)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelError, match='Did you mean "model.gguf"'):
+        resolve("./model.ggf")
+
+
 def test_a_snapshot_of_the_hub_is_loaded_as_a_folder(folder, monkeypatch):
     monkeypatch.setattr(hub, "download", lambda repo: folder)
     files = resolve("owner/name")

@@ -10,18 +10,23 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
+import psutil
 import pytest
+from starlette.applications import Starlette
 
+from minivllm.serve import server as module
 from minivllm.serve.server import GRACE_SECONDS
 
 
 class Process:
-    def __init__(self, *args):
+    def __init__(self, *args, **options):
+        """options: Popen's."""
         command = [sys.executable, "-m", "minivllm.serve", "--model", "dummy:tiny", "--port", "0", *args]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(command, **pipes, text=True, start_new_session=True)
+        self.process = subprocess.Popen(command, **pipes, text=True, start_new_session=True, **options)
         self.output = ""
 
     def wait_ready(self):
@@ -44,8 +49,8 @@ class Process:
 def start():
     started = []
 
-    def start(*args):
-        started.append(Process(*args))
+    def start(*args, **options):
+        started.append(Process(*args, **options))
         return started[-1]
 
     yield start
@@ -105,6 +110,35 @@ def test_an_interrupt_while_loading_ends_at_once_without_a_traceback(start, seco
     code, out, err, _ = server.end()
     assert code == 130
     assert "Traceback" not in out + err and "interrupted" in err
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.15, 0.4])
+@pytest.mark.parametrize("more", [[], ["--replicas", "2"], ["--api-servers", "2"]], ids=" ".join)
+def test_ctrl_c_while_cores_start_is_one_word_and_leaves_no_file(start, tmp_path, more, seconds):
+    """A core whose interpreter is just starting is signalled too."""
+    server = start(*more, env=os.environ | {"TMPDIR": str(tmp_path)})
+    process = psutil.Process(server.process.pid)
+    while not process.children():
+        time.sleep(0.002)
+    time.sleep(seconds)
+    code, out, err, _ = server.end()  # which waits until the last of them has closed its standard error
+    assert (code, err) == (130, "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_twice_in_a_row_is_one_and_a_later_one_ends_at_once(monkeypatch):
+    server, now, ended = module.Server(Starlette()), [10.0], []
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    for later in (0.0, 0.1, 0.3):  # a wrapper passes on what the terminal has sent already
+        now[0] += later
+        server.handle_exit(signal.SIGINT, None)
+        assert server.should_exit and not server.force_exit and not ended
+    now[0] += 0.2
+    server.handle_exit(signal.SIGTERM, None)
+    assert not ended
+    server.handle_exit(signal.SIGINT, None)
+    assert ended == [130]
 
 
 def test_a_trace_of_a_served_run_can_be_exported(start, tmp_path):
