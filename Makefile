@@ -68,9 +68,9 @@ matrix: setup  ## run the conformance tests and write what `features --matrix` p
 
 # No OpenMP: its runtime is not instrumented. The last two take the paths of other machines.
 CHECK := -std=c++20 -O1 -g -w -pthread
-CHECKS := attention packed_linear lora mask decoder
-# The decoder calls the other two through pointers.
-ALSO_decoder := kernels/cpu/packed_linear.cpp kernels/cpu/attention.cpp
+CHECKS := attention packed_linear dense_linear lora mask decoder
+# The decoder calls the others through pointers.
+ALSO_decoder := kernels/cpu/packed_linear.cpp kernels/cpu/dense_linear.cpp kernels/cpu/attention.cpp
 CPU := $(shell uname -m)
 OTHERS := $(if $(filter x86_64,$(CPU)),"-march=x86-64" "-mavx2 -mfma -mf16c")
 sanitize:  ## the C++ kernels under ASan, UBSan and TSan (ARGS="500": that many random batches)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from common import emit, note, parser
 
+from minivllm.kernels.cpu import dense
 from minivllm.kernels.cpu.linear import GROUP, PackedMatrix
-from minivllm.layers.linear import Linear, PrepackedCPU, QuantMethod, Unquantized
+from minivllm.layers.linear import Linear, PrepackedCPU, QuantMethod, TiledCPU, Unquantized
 from minivllm.loading.dummy import SHAPES, dummy_spec
 from minivllm.machine import num_cores
 from minivllm.models.spec import ModelSpec
@@ -69,6 +70,8 @@ METHODS: dict[str, Callable[[], QuantMethod]] = {
     "torch-int8": TorchInt8,
     "torch-int4": TorchInt4,
 }
+if dense.obstacle() is None:
+    METHODS["bf16-tiles"] = TiledCPU
 
 
 def shapes_of(spec: ModelSpec) -> list[Shape]:

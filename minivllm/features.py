@@ -386,7 +386,7 @@ FEATURES: tuple[Feature, ...] = (
         ("inproc", "process"),
         "inproc",
         "where the engine core steps: beside the front end, or in a process of its own, which nothing delays (V1)",
-        chapter="17",
+        chapter="12",
         workload="fixed",
         metric="throughput",
     ),
@@ -419,7 +419,7 @@ FEATURES: tuple[Feature, ...] = (
         1,
         "steps in flight: a step's tokens are known before the next one is planned, or the next one is planned by "
         "counts while it runs (vLLM's asynchronous scheduling)",
-        chapter="17",
+        chapter="12",
         workload="fixed",
         metric="throughput",
     ),

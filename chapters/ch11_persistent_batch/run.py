@@ -1,7 +1,7 @@
 """Chapter 11: where do the other milliseconds go? A step without its model, prepared in three ways; then with it.
 
-The first part runs the real scheduler and the real input builders around a model that answers at once: what is left is
-the host's work. The second part runs the engine with its model, and a stopwatch on the builder.
+First the real scheduler and the real input builders run around a model that answers at once: what is left is the host's
+work. Then that model reads some memory, as a real one does. And then it is a real one, with a stopwatch on the builder.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ LENGTH, AT_LENGTHS = 128, 64  # of the first figure's requests; how many there a
 COLD_REQS, SMOKE_COLD_REQS = (1, 8, 32, 64, 128, 256), (1, 256)
 WARMUP, STEPS, SMOKE_STEPS = 4, 32, 16  # steps that are not measured, and that are
 ROUNDS, SMOKE_ROUNDS = 5, 3
+COLD_STEPS, COLD_ROUNDS = 16, 3
 ENGINE_REQS, SMOKE_ENGINE_REQS = (1, 8, 32), (1, 4)
 NUM_PROMPT, NUM_NEW, SMOKE_NEW = 16, 24, 12  # in the engine with its model
 SWEPT = 64 << 20  # bytes that are read in the model's place, as a model reads its weights
@@ -176,8 +177,8 @@ def by_length(length: int, num_steps: int, rounds: int) -> dict[str, Any]:
 
 def with_cold_caches(num_reqs: int, memory: np.ndarray) -> dict[str, Any]:
     """A model that does nothing but read: what the host had in the caches is not there for the next step."""
-    runs = {name: partial(host_times, num_reqs, name, SMOKE_STEPS, model=memory.sum) for name in BUILDERS[:2]}
-    found = compare(SMOKE_ROUNDS, **runs)
+    runs = {name: partial(host_times, num_reqs, name, COLD_STEPS, model=memory.sum) for name in BUILDERS[:2]}
+    found = compare(COLD_ROUNDS, **runs)
     everything = [run for runs in found.values() for run in runs]
     return {
         "num_reqs": num_reqs,

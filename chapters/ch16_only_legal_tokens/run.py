@@ -27,15 +27,15 @@ HELD = StructuredParams(json=SCHEMA)
 FACTS: dict[str, tuple[str, int, str]] = {  # what is said, and what should come of it
     "Ada is 36 years old and lives in London.": ("Ada", 36, "London"),
     "Ben, 52, has moved from Oslo to Rome.": ("Ben", 52, "Rome"),
-    "Dan was 19 when he left Lima. That was ten years ago, and he has been in Boston since.": ("Dan", 29, "Boston"),
     "In Kyoto there lives a girl of 8. Her name is Cleo.": ("Cleo", 8, "Kyoto"),
+    "Dan was 19 when he left Lima. That was ten years ago, and he has been in Boston since.": ("Dan", 29, "Boston"),
     "Eve turned 71 in Paris, where she was born and still lives.": ("Eve", 71, "Paris"),
     "Finn is two years older than Gil, who is 40. Finn lives in Berlin.": ("Finn", 42, "Berlin"),
 }
 ASK = 'Write this as JSON with the keys "name", "age" and "city".'
 TEMPERATURES, SMOKE_TEMPERATURES = (0.0, 0.5, 1.0, 1.5), (0.0, 1.0)
 SEEDS, SMOKE_SEEDS = (1, 2, 3, 4), (1,)  # greedy answers need one
-SMOKE_FACTS = 3
+SMOKE_EVERY = 3  # third fact alone
 MAX_TOKENS = 48
 LIMITS = (8, 12, 16, 20, 24, 32, 40, MAX_TOKENS)
 
@@ -163,7 +163,7 @@ def ask_with_guesses(wanted: list[dict[str, Any]]) -> dict[str, Any]:
 
 def measure(smoke: bool) -> dict[str, Any]:
     temperatures, seeds = (SMOKE_TEMPERATURES, SMOKE_SEEDS) if smoke else (TEMPERATURES, SEEDS)
-    facts = list(FACTS)[: SMOKE_FACTS if smoke else None]
+    facts = list(FACTS)[:: SMOKE_EVERY if smoke else 1]
     note("  every question twice, in one batch: free, and held to a schema")
     with started() as llm:
         answers = ask_all(llm, facts, temperatures, seeds, (False, True))
@@ -186,7 +186,7 @@ def measure(smoke: bool) -> dict[str, Any]:
     note("  what masks cost")
     in_a_string = compiled.dfa.next(START, b'{"name": "A')
     cost = costs.one_mask(model, vocabulary, compiled, in_a_string, 1.0 if smoke else 5.0)
-    rounds = 3 if smoke else 9
+    rounds = 2 if smoke else 9
     return {
         "model": DEFAULT_MODEL,
         "threads": torch.get_num_threads(),
@@ -271,7 +271,7 @@ def tell_answers(results: dict[str, Any]) -> list[str]:
     for name in ("free", "held", "wrong", "cut"):
         if example := results[f"{name}_example"]:
             text = example["text"]
-            lines += ["", f"{name}: {example['fact']}", f"      {text[:100]}{' ...' if len(text) > 100 else ''}"]
+            lines += ["", f"{name}: {example['fact']}", f"      {text[:80]}{' ...' if len(text) > 80 else ''}"]
     return lines
 
 

@@ -1,5 +1,11 @@
-// A decoder layer of the Llama family around its products: norms, rotation, gate, residual; and, where all weights are
-// packed, the whole stack in one call. At few tokens a step of separate tensor operations costs as much as its products.
+// A decoder layer of the Llama family around its products: norms, rotation, gate, residual; and the whole stack in one
+// call, where all weights are kept in codes or all are tiles of the matrix unit. At few tokens a step of separate tensor
+// operations costs as much as its products.
+//
+// Many tokens cost something else: each operation by itself reads and writes more than a cache holds. But what lies
+// between two attentions concerns each token alone. So with tiles, a thread takes a block of tokens through all of it at
+// once (output projection, residual, norm, both halves of the MLP, the next layer's norm, projection and rotation), and
+// what it works on stays in the second-level cache, past which only weights stream.
 //
 // Each function rounds to the model's dtype wherever the model as written does (minivllm/models/llama.py, its twin), so
 // the two differ by the order of sums and by the last bit of exp alone. Products and attention are the other
@@ -8,10 +14,12 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <vector>
+#include <memory>
 
 #include "attention.h"
+#include "dense.h"
 #include "simd.h"
 
 namespace {
@@ -20,6 +28,7 @@ using namespace minivllm;
 
 typedef uint16_t bf16;
 constexpr int64_t ALONE = 1 << 15;  // elements: below, waking another thread takes longer than the work
+constexpr int64_t FEW = 128;        // tokens for each thread: below, threads share each product instead
 
 template <typename T>
 constexpr Kind KIND = sizeof(T) == 2 ? BF16 : F32;
@@ -65,12 +74,17 @@ float inverse_rms(const T* x, int64_t size, float eps) {
   return 1 / std::sqrt(sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / size + eps);
 }
 
-template <typename T>
-void norm(const T* x, const T* weight, int64_t size, float eps, T* y) {
+// to(i): where element i of the result goes.
+template <typename T, typename To>
+void norm(const T* x, const T* weight, int64_t size, float eps, const To& to) {
   const float inverse = inverse_rms(x, size, eps);
   each_vector(size, [&](int64_t i, auto count) {
-    put(y + i, get(x + i, count) * inverse * get(weight + i, count), count);
+    put(to(i), get(x + i, count) * inverse * get(weight + i, count), count);
   });
+}
+template <typename T>
+void norm(const T* x, const T* weight, int64_t size, float eps, T* y) {
+  norm(x, weight, size, eps, [&](int64_t i) { return y + i; });
 }
 
 // One head, in place. weight: null, or of the norm of q and k, whose result is rounded before it is multiplied.
@@ -95,23 +109,49 @@ inline Floats silu(Floats x) {
 }
 
 template <typename Work>
-struct Rows {
+struct Items {
   const Work& work;
   int64_t count, share;
   std::atomic<int64_t> next{0};
 
   static void run(void* data) {
-    Rows& rows = *static_cast<Rows*>(data);
-    for (int64_t begin; (begin = rows.next.fetch_add(rows.share, std::memory_order_relaxed)) < rows.count;)
-      for (int64_t i = begin; i < std::min(rows.count, begin + rows.share); i++) rows.work(i);
+    Items& items = *static_cast<Items*>(data);
+    for (int64_t begin; (begin = items.next.fetch_add(items.share, std::memory_order_relaxed)) < items.count;)
+      for (int64_t i = begin; i < std::min(items.count, begin + items.share); i++) items.work(i);
   }
+};
+
+// Memory that is kept from step to step, cut into pieces that begin with lines of the cache.
+class Arena {
+ public:
+  void reserve(int64_t bytes) {
+    if (bytes > size) memory.reset((char*)std::aligned_alloc(64, size = bytes));
+    used = 0;
+  }
+  template <typename T>
+  T* take(int64_t count) {
+    T* found = (T*)(memory.get() + used);
+    used += bytes_of<T>(count);
+    return found;
+  }
+  template <typename T>
+  static int64_t bytes_of(int64_t count) {
+    return (sizeof(T) * count + 63) / 64 * 64;
+  }
+
+ private:
+  struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<char, Free> memory;
+  int64_t size = 0, used = 0;
 };
 
 }  // namespace
 
 extern "C" {
 
-struct minivllm_matrix;  // packed_linear.cpp
+struct minivllm_matrix;  // packed_linear.cpp's; where the decoder is dense, a minivllm_dense
 typedef void (*minivllm_product)(const minivllm_matrix* matrix, const void* x, void* y, int64_t tokens, int64_t x_bf16,
                                 int64_t y_bf16, int64_t path, minivllm_parallel parallel, int64_t num_threads);
 typedef decltype(&minivllm_attend) minivllm_attention;
@@ -134,7 +174,8 @@ struct minivllm_decoder {
   int64_t num_layers, hidden, heads, kv_heads, head_size, intermediate;
   int64_t kind;  // of all tensors: 0 float32, 2 bfloat16
   float eps, qk_eps;
-  int64_t path;  // of minivllm_linear
+  int64_t path;   // of minivllm_linear
+  int64_t dense;  // 1: matrices are minivllm_dense
   minivllm_product linear;
   minivllm_attention attend;
   minivllm_adapters adapt;
@@ -157,17 +198,22 @@ struct Step {
       for (int64_t i = 0; i < count; i++) work(i);
       return;
     }
-    Rows<Work> rows{work, count, std::max<int64_t>(1, count / (8 * threads))};
-    d.parallel(Rows<Work>::run, &rows, threads, 0);
+    Items<Work> items{work, count, std::max<int64_t>(1, count / (8 * threads))};
+    d.parallel(Items<Work>::run, &items, threads, 0);
   }
 
   // x = the tokens' embeddings, y = x normalised. All three [tokens][hidden].
   template <typename T>
   void embed(const int64_t* ids, const void* weight, T* x, T* y) const {
     each(tokens, d.hidden, [&](int64_t t) {
-      std::memcpy(x + t * d.hidden, (const T*)d.embedding + ids[t] * d.hidden, sizeof(T) * d.hidden);
+      look_up(ids[t], x + t * d.hidden);
       norm(x + t * d.hidden, (const T*)weight, d.hidden, d.eps, y + t * d.hidden);
     });
+  }
+
+  template <typename T>
+  void look_up(int64_t id, T* x) const {
+    std::memcpy(x, (const T*)d.embedding + id * d.hidden, sizeof(T) * d.hidden);
   }
 
   // x += delta, y = x normalised.
@@ -185,15 +231,20 @@ struct Step {
   // qkv [tokens][heads + 2 kv_heads][head_size]: q and k, in place.
   template <typename T>
   void turn(const void* weight, const int64_t* positions, T* qkv) const {
-    const int64_t turned = d.heads + d.kv_heads, half = d.head_size / 2;
-    each(tokens, turned * d.head_size, [&](int64_t t) {
-      const int64_t at = positions[t] * half;
-      for (int64_t h = 0; h < turned; h++)
-        rotate(qkv + (t * (turned + d.kv_heads) + h) * d.head_size,
-               weight == nullptr ? nullptr : (const T*)weight + h * d.head_size, d.qk_eps, (const T*)d.cos + at,
-               (const T*)d.sin + at, half);
-    });
+    each(tokens, (d.heads + d.kv_heads) * d.head_size,
+         [&](int64_t t) { turn_token(weight, positions[t], qkv + t * qkv_width()); });
   }
+
+  template <typename T>
+  void turn_token(const void* weight, int64_t position, T* qkv) const {
+    const int64_t half = d.head_size / 2, at = position * half;
+    for (int64_t h = 0; h < d.heads + d.kv_heads; h++)
+      rotate(qkv + h * d.head_size, weight == nullptr ? nullptr : (const T*)weight + h * d.head_size, d.qk_eps,
+             (const T*)d.cos + at, (const T*)d.sin + at, half);
+  }
+
+  int64_t q_width() const { return d.heads * d.head_size; }
+  int64_t qkv_width() const { return (d.heads + 2 * d.kv_heads) * d.head_size; }
 
   // gate_up [tokens][2][intermediate] -> [tokens][intermediate]
   template <typename T>
@@ -214,17 +265,28 @@ struct Step {
       d.adapt(slots, groups, x, y, n_in, n_out, sizeof(T) == 2, d.parallel, threads);
   }
 
+  // qkv [tokens][heads + 2 kv_heads][head_size] -> to [tokens][heads][head_size]
+  template <typename T>
+  void attend(const minivllm_layer& layer, void* plan, const T* qkv, T* to) const {
+    const int64_t width = qkv_width();
+    const T *k = qkv + q_width(), *v = k + d.kv_heads * d.head_size;
+    const minivllm_tensors tensors{qkv, k, v, layer.kv, to, width, width, width, int32_t(d.kind)};
+    d.attend(plan, layer.view, &tensors, d.parallel, threads);
+  }
+
+  const void* norm_after(int64_t layer) const {
+    return layer + 1 < d.num_layers ? d.layers[layer + 1].attention_norm : d.norm;
+  }
+
   template <typename T>
   void decode(const int64_t* ids, const int64_t* positions, void* plan, T* y) const {
-    const int64_t width = (d.heads + 2 * d.kv_heads) * d.head_size, q = d.heads * d.head_size;
-    static thread_local std::vector<char> memory;  // the calling thread's, kept from step to step
-    memory.resize(sizeof(T) * tokens * (2 * d.hidden + width + q + 3 * d.intermediate) + 64 * 6);
-    char* free = memory.data();
-    auto take = [&](int64_t row) {
-      T* found = (T*)free;
-      free += (sizeof(T) * tokens * row + 63) / 64 * 64;
-      return found;
-    };
+    static thread_local Arena arena;  // the calling thread's
+    const int64_t width = qkv_width(), q = q_width();
+    int64_t bytes = 0;
+    for (int64_t row : {d.hidden, d.hidden, width, q, 2 * d.intermediate, d.intermediate})
+      bytes += Arena::bytes_of<T>(tokens * row);
+    arena.reserve(bytes);
+    auto take = [&](int64_t row) { return arena.take<T>(tokens * row); };
     T *x = take(d.hidden), *delta = take(d.hidden), *qkv = take(width), *attended = take(q);
     T *gate_up = take(2 * d.intermediate), *gated = take(d.intermediate);
     embed(ids, d.layers[0].attention_norm, x, y);
@@ -232,17 +294,105 @@ struct Step {
       const minivllm_layer& layer = d.layers[i];
       multiply(layer.qkv, layer.slots[0], y, qkv, d.hidden, width);
       turn(layer.qk_norm, positions, qkv);
-      const minivllm_tensors tensors{qkv,   qkv + q, qkv + q + d.kv_heads * d.head_size, layer.kv, attended, width,
-                                     width, width,   int32_t(d.kind)};
-      d.attend(plan, layer.view, &tensors, d.parallel, threads);
+      attend(layer, plan, qkv, attended);
       multiply(layer.o, layer.slots[1], attended, delta, q, d.hidden);
       add_norm(delta, layer.mlp_norm, x, y);
       multiply(layer.gate_up, layer.slots[2], y, gate_up, d.hidden, 2 * d.intermediate);
       gate(gate_up, gated);
       multiply(layer.down, layer.slots[3], gated, delta, d.intermediate, d.hidden);
-      add_norm(delta, i + 1 < d.num_layers ? d.layers[i + 1].attention_norm : d.norm, x, y);
+      add_norm(delta, norm_after(i), x, y);
     }
   }
+
+#ifdef MINIVLLM_DENSE
+  // The same in bfloat16 with tiles, bit for bit, a block of tokens at a time. Rows behind the last token, up to a whole
+  // pass of the matrix unit, take part, and nobody reads what becomes of them.
+  void decode_in_blocks(const int64_t* ids, const int64_t* positions, void* plan, bf16* y) const {
+    static thread_local Arena arena;
+    const int64_t width = qkv_width(), q = q_width(), padded = (tokens + BLOCK - 1) / BLOCK * BLOCK;
+    int64_t bytes = 0;
+    for (int64_t row : {d.hidden, width, q}) bytes += Arena::bytes_of<bf16>(padded * row);
+    arena.reserve(bytes);
+    auto take = [&](int64_t row) { return arena.take<bf16>(padded * row); };
+    bf16 *x = take(d.hidden), *qkv = take(width), *attended = take(q);
+    const int64_t most = (tokens + ROWS * threads - 1) / (ROWS * threads) * threads;  // as many for each thread
+    const int64_t rows = (padded / BLOCK + most - 1) / most * BLOCK, count = (tokens + rows - 1) / rows;
+    for (int64_t i = 0; i <= d.num_layers; i++) {
+      if (i > 0) attend(d.layers[i - 1], plan, qkv, attended);
+      each(count, rows * d.hidden, [&](int64_t block) {
+        const int64_t first = block * rows, size = std::min(rows, tokens - first);
+        between(i, size, ids + first, positions + first, attended + first * q, x + first * d.hidden,
+                qkv + first * width, y + first * d.hidden);
+      });
+    }
+  }
+
+  // From what layer i - 1's attention gave, or from the embedding, to what layer i's takes; after the last, to y.
+  void between(int64_t i, int64_t count, const int64_t* ids, const int64_t* positions, const bf16* attended, bf16* x,
+               bf16* qkv, bf16* y) const {
+    static thread_local Arena arena;
+    const int64_t rows = (count + BLOCK - 1) / BLOCK * BLOCK, hidden = d.hidden, inner = d.intermediate;
+    arena.reserve(Arena::bytes_of<bf16>(rows * hidden) + Arena::bytes_of<bf16>(rows * inner));
+    bf16 *normed = arena.take<bf16>(rows * hidden), *gated = arena.take<bf16>(rows * inner);
+    const Rows normed_rows{normed, hidden, true}, gated_rows{gated, inner, true};
+    auto norm_all = [&](const void* weight) {
+      for (int64_t t = 0; t < count; t++)
+        norm(x + t * hidden, (const bf16*)weight, hidden, d.eps,
+             [&](int64_t i) { return normed + square_at(t, i, hidden); });
+    };
+    auto add_to_x = [=](int64_t row, const Outputs& outputs, const float* both) {
+      each_tile(outputs, both, [=](int64_t at, Floats sums, auto size) {
+        bf16* to = x + row * hidden + at;
+        put(to, get(to, size) + rounded(to, sums), size);
+      });
+    };
+    configure_dense(BLOCK);
+    if (i == 0) {
+      for (int64_t t = 0; t < count; t++) look_up(ids[t], x + t * hidden);
+    } else {
+      const minivllm_layer& before = d.layers[i - 1];
+      product(before.o, {attended, q_width(), false}, rows, add_to_x);
+      norm_all(before.mlp_norm);
+      product(before.gate_up, normed_rows, rows, [=](int64_t row, const Outputs& outputs, const float* both) {
+        bf16* to = gated + square_at(row, outputs.first[0], inner);
+        const Floats gate = rounded(to, load<Floats>(both)), up = rounded(to, load<Floats>(both + SIDE));
+        sized(outputs.size[0], [=](auto size) { put(to, rounded(to, silu(gate)) * up, size); });
+      });
+      product(before.down, gated_rows, rows, add_to_x);
+    }
+    if (i < d.num_layers) {
+      const minivllm_layer& layer = d.layers[i];
+      norm_all(layer.attention_norm);
+      product(layer.qkv, normed_rows, rows, [=, width = qkv_width()](int64_t row, const Outputs& outputs, auto* both) {
+        each_tile(outputs, both, [=](int64_t at, Floats sums, auto size) { put(qkv + row * width + at, sums, size); });
+      });
+      for (int64_t t = 0; t < count; t++) turn_token(layer.qk_norm, positions[t], qkv + t * qkv_width());
+    } else {
+      for (int64_t t = 0; t < count; t++) norm(x + t * hidden, (const bf16*)d.norm, hidden, d.eps, y + t * hidden);
+    }
+    _tile_release();
+  }
+
+  template <typename Use>
+  static void product(const minivllm_matrix* matrix, const Rows& x, int64_t count, const Use& use) {
+    const Panels panels{*(const minivllm_dense*)matrix};
+    for (int64_t p = 0; p < panels.count(); p++) multiply_panel(panels, p, x, count, use);
+  }
+
+  // use(first output, sums, how many) for a row's part of a panel.
+  template <typename Use>
+  static void each_tile(const Outputs& outputs, const float* both, const Use& use) {
+    for (int tile = 0; tile < 2; tile++)
+      if (const int64_t size = outputs.size[tile])
+        sized(size, [&](auto size) { use(outputs.first[tile], load<Floats>(both + tile * SIDE), size); });
+  }
+
+  template <typename Use>
+  static void sized(int64_t size, const Use& use) {
+    static_assert(LANES == SIDE);
+    size == LANES ? use(Whole{}) : use(int(size));
+  }
+#endif
 };
 
 template <typename Work>
@@ -286,7 +436,12 @@ void minivllm_gate(const Decoder* d, int64_t tokens, int64_t threads, const void
 // groups: of the tokens that have an adapter, or null.
 void minivllm_decode(const Decoder* d, int64_t tokens, int64_t threads, const int64_t* ids, const int64_t* positions,
                      void* plan, const void* groups, void* y) {
-  typed(d, [&](auto* t) { Step{*d, tokens, threads, groups}.decode(ids, positions, plan, decltype(t)(y)); });
+  const Step step{*d, tokens, threads, groups};
+#ifdef MINIVLLM_DENSE
+  if (d->dense && groups == nullptr && tokens >= FEW * threads)
+    return step.decode_in_blocks(ids, positions, plan, (bf16*)y);
+#endif
+  typed(d, [&](auto* t) { step.decode(ids, positions, plan, decltype(t)(y)); });
 }
 
 }  // extern "C"

@@ -1,5 +1,5 @@
 """What a decoder layer does around its products (decoder.cpp), for CPUs: norms, rotation, gate, residual; and the whole
-stack in one call where every product is with a PackedMatrix.
+stack in one call where every product is with a PackedMatrix, or every one with a DenseMatrix.
 
 Its twin, slow and obviously right, is the model as it is written (minivllm/models/llama.py).
 """
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.kernels.cpu import build
+from minivllm.kernels.cpu import build, dense
+from minivllm.kernels.cpu.dense import DenseMatrix
 from minivllm.kernels.cpu.linear import PORTABLE, PackedMatrix, best_path
 from minivllm.kernels.cpu.lora import SlotTable, Tasks
 
@@ -36,13 +37,16 @@ class Shape(NamedTuple):
     intermediate: int
 
 
-class PackedLayer(NamedTuple):
+Matrix = PackedMatrix | DenseMatrix
+
+
+class StackLayer(NamedTuple):
     """What the whole stack in one call needs of a layer."""
 
-    qkv: PackedMatrix
-    o: PackedMatrix
-    gate_up: PackedMatrix
-    down: PackedMatrix
+    qkv: Matrix
+    o: Matrix
+    gate_up: Matrix
+    down: Matrix
     kv: Tensor
     view: int  # of the attention plan
     slots: tuple[SlotTable | None, ...] = (None,) * 4  # adapters of the four, where they may have some
@@ -63,7 +67,7 @@ class _Decoder(ctypes.Structure):
         *((name, c_void_p) for name in ("norm", "embedding", "cos", "sin")),
         *((name, c_int64) for name in ("num_layers", *Shape._fields, "kind")),
         *((name, c_float) for name in ("eps", "qk_eps")),
-        ("path", c_int64),
+        *((name, c_int64) for name in ("path", "dense")),
         *((name, c_void_p) for name in ("linear", "attend", "adapt", "parallel")),
     ]
 
@@ -99,7 +103,7 @@ class DecoderKernels:
         self.layers = (_Layer * len(layers))(*(_Layer(*map(_address, layer)) for layer in layers))
         self.norms = [(layer.attention_norm, layer.mlp_norm) for layer in layers]
         self._lib, parallel = build.library(NAME), build.torch_parallel()
-        self._decoder = _Decoder(
+        self.decoder = _Decoder(
             ctypes.addressof(self.layers),
             *map(_address, (norm, embedding, cos, sin)),
             len(layers),
@@ -108,12 +112,9 @@ class DecoderKernels:
             eps,
             qk_eps,
             PORTABLE,
-            None,
-            None,
-            None,
-            parallel,
+            parallel=parallel,
         )
-        self._at = ctypes.addressof(self._decoder)
+        self._at = ctypes.addressof(self.decoder)
         for name, num_pointers in (("embed", 3), ("add_norm", 4), ("gate", 2), ("decode", 5)):
             self._declare(name, [c_void_p] * num_pointers)
         self._declare("rotate", [c_int64, c_void_p, c_void_p])
@@ -144,31 +145,50 @@ class DecoderKernels:
         self._check(gate_up, y)
         self._gate(self._at, *_size(y), gate_up.data_ptr(), y.data_ptr())
 
-    def bind(self, layers: Sequence[PackedLayer], attend: int) -> None:
-        """For `decode`. attend: the address of minivllm_attend."""
-        assert len(layers) == len(self.layers)
-        for to, layer in zip(self.layers, layers, strict=True):
-            to.qkv, to.o, to.gate_up, to.down = (matrix.address for matrix in layer[:4])
-            to.kv, to.view = layer.kv.data_ptr(), layer.view
-            to.slots[:] = [None if table is None else table.address for table in layer.slots]
-        self.bound = layers  # keeps them alive
-        self._decoder.attend = attend
-        self._decoder.linear = ctypes.cast(build.library("packed_linear").minivllm_linear, c_void_p)
-        if any(table is not None for layer in layers for table in layer.slots):
-            self._decoder.adapt = ctypes.cast(build.library("lora").minivllm_lora, c_void_p)
-        self._decoder.path = best_path() if self.dtype is torch.bfloat16 else PORTABLE
-
-    def decode(self, token_ids: Tensor, positions: Tensor, plan: int, y: Tensor, adapted: Tasks | None = None) -> None:
-        """The whole stack: token_ids and positions [T] int64 -> y [T, hidden], the final norm applied. adapted: the
-        tokens that have an adapter."""
+    def decode(
+        self,
+        stack: Stack,
+        token_ids: Tensor,
+        positions: Tensor,
+        plan: int,
+        y: Tensor,
+        adapted: Tasks | None = None,
+    ) -> None:
+        """All layers: token_ids and positions [T] int64 -> y [T, hidden], the final norm applied. adapted: the tokens
+        that have an adapter."""
         self._check(y)
-        assert self._decoder.attend, "bind() comes first"
         groups = None if adapted is None else adapted.address
-        self._decode(self._at, *_size(y), token_ids.data_ptr(), positions.data_ptr(), plan, groups, y.data_ptr())
+        self._decode(stack.at, *_size(y), token_ids.data_ptr(), positions.data_ptr(), plan, groups, y.data_ptr())
 
     def _check(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             assert tensor.is_contiguous() and tensor.dtype is self.dtype, (tensor.stride(), tensor.dtype)
+
+
+class Stack:
+    """All layers, with matrices of one class, for `decode`. attend: the address of minivllm_attend."""
+
+    def __init__(self, kernels: DecoderKernels, layers: Sequence[StackLayer], attend: int):
+        kind = type(layers[0].qkv)
+        assert all(type(matrix) is kind for layer in layers for matrix in layer[:4])
+        self.given = kernels, layers  # kept alive
+        self._layers = type(kernels.layers).from_buffer_copy(kernels.layers)
+        for to, layer in zip(self._layers, layers, strict=True):
+            to.qkv, to.o, to.gate_up, to.down = (matrix.address for matrix in layer[:4])
+            to.kv, to.view = layer.kv.data_ptr(), layer.view
+            to.slots[:] = [None if table is None else table.address for table in layer.slots]
+        decoder = self._decoder = _Decoder.from_buffer_copy(kernels.decoder)
+        self.at = ctypes.addressof(decoder)
+        decoder.layers, decoder.attend = ctypes.addressof(self._layers), attend
+        if kind is DenseMatrix:
+            assert kernels.dtype is torch.bfloat16 and all(layer.gate_up.halves for layer in layers)
+            decoder.dense, product = 1, build.library(dense.NAME).minivllm_dense_linear
+        else:
+            product = build.library("packed_linear").minivllm_linear
+            decoder.path = best_path() if kernels.dtype is torch.bfloat16 else PORTABLE
+        decoder.linear = ctypes.cast(product, c_void_p)
+        if any(table is not None for layer in layers for table in layer.slots):
+            decoder.adapt = ctypes.cast(build.library("lora").minivllm_lora, c_void_p)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -11,6 +11,7 @@ single writer thread, so none needs a lock; a scrape may miss the newest sample.
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -88,7 +89,8 @@ class Metrics:
         self.responses: Counter[tuple[str, str, str]] = Counter()  # (method, path, status)
         self.others: Callable[[], Iterable[Snapshot]] = tuple  # of this engine, where several servers share it
         self._queued: dict[str, float] = {}  # arrival of requests that have not run
-        self._last_token: dict[str, float] = {}
+        self._last_token: dict[str, float | None] = {}  # of requests that are in the engine; None: they wait for the first
+        self._lock = threading.Lock()  # of _last_token: reports come in the link's thread
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -96,11 +98,14 @@ class Metrics:
 
     def on_add(self, req: EngineRequest) -> None:
         self._queued[req.id] = self.clock()
+        with self._lock:
+            self._last_token[req.id] = None
 
     def on_abort(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
             self._queued.pop(req_id, None)
-            self._last_token.pop(req_id, None)
+            with self._lock:
+                self._last_token.pop(req_id, None)
 
     def on_report(self, report: Report) -> None:
         now = self.clock()
@@ -114,12 +119,13 @@ class Metrics:
     def _count_intervals(self, deltas: list[Delta], now: float) -> None:
         intervals: Counter[float] = Counter()  # most requests had their last token in the same earlier step
         last = self._last_token
-        for delta in deltas:
-            if not delta.token_ids:
-                continue
-            if (before := last.get(delta.req_id)) is not None:
-                intervals[now - before] += 1
-            last[delta.req_id] = now
+        with self._lock:
+            for delta in deltas:
+                if not delta.token_ids or delta.req_id not in last:  # a step was under way when its request was aborted
+                    continue
+                if (before := last[delta.req_id]) is not None:
+                    intervals[now - before] += 1
+                last[delta.req_id] = now
         self.on_abort(delta.req_id for delta in deltas if delta.finish_reason is not None)
         for interval, weight in intervals.items():
             self.itl.observe(interval, weight)

@@ -3,11 +3,12 @@
 A layer as written is some fifteen tensor operations, four of them products; at few tokens the others cost more than
 their arithmetic. Here
 
-    packed weights alone   the whole stack is one call, with the adapters of few tokens each
-    anything else          the same steps in Python around each layer's QuantMethod: four products, four calls
+    packed weights alone, or tiles of the matrix unit alone
+                     the whole stack is one call, with the adapters of few tokens each
+    anything else    the same steps in Python around each layer's QuantMethod: four products, four calls
 
-so dense weights, the dense copy from its limit on, and adapters in torch take the second way. The model as written is
-the twin.
+so weights in a library's layout, a mixture of both forms, and adapters in torch take the second way. The model as
+written is the twin.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from minivllm.attention.cpu import CPUAttention
 from minivllm.compile.context import ForwardContext, attend, current
 from minivllm.kernels.cpu import decoder as kernels
-from minivllm.kernels.cpu.decoder import DecoderKernels, LayerWeights, PackedLayer, Shape
-from minivllm.layers.linear import QuantMethod
+from minivllm.kernels.cpu.decoder import DecoderKernels, LayerWeights, Matrix, Shape, Stack, StackLayer
+from minivllm.kernels.cpu.dense import DenseMatrix
+from minivllm.kernels.cpu.linear import PackedMatrix
+from minivllm.layers.linear import QuantMethod, TiledCPU
 from minivllm.layers.norm import QKNorm
 from minivllm.lora.layer import LoRAMethod
 from minivllm.models.llama import LlamaModel
@@ -79,42 +82,53 @@ class FusedModel:
         )
         self.norms = [norm for pair in self.kernels.norms for norm in pair] + [model.norm.weight]
         self._linears = linears(model)
-        self._caches: list[Tensor] | None = None  # that the whole stack is bound to
+        self._is_tiled = all(getattr(linear, "tiles", None) is not None for linear in self._linears)
+        self._caches: list[Tensor] | None = None  # that the stacks are bound to
+        self._stacks: dict[type[Matrix], Stack] = {}
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         context = current()
-        if self._is_packed(context, len(token_ids)):
-            if self._caches is not context.kv_caches:
-                self._bind(context)
-            y = torch.empty((len(token_ids), self.kernels.shape.hidden), dtype=self.kernels.dtype)
-            adapted = next((method.products.step.tasks for method in self._methods() if is_adapted(method)), None)
-            self.kernels.decode(token_ids, positions, context.meta.handle, y, adapted)
-            return y
-        return self._layer_by_layer(token_ids, positions)
+        form = self._one_form(context, len(token_ids))
+        if form is None:
+            return self._layer_by_layer(token_ids, positions)
+        y = torch.empty((len(token_ids), self.kernels.shape.hidden), dtype=self.kernels.dtype)
+        adapted = next((method.products.step.tasks for method in self._methods() if is_adapted(method)), None)
+        stack = self._stack(form, context)
+        self.kernels.decode(stack, token_ids, positions, context.meta.handle, y, adapted)
+        return y
 
-    def _is_packed(self, context: ForwardContext, num_tokens: int) -> bool:
-        """Is every product of this step with packed weights? Asked anew: layers may have been given adapters."""
-        return isinstance(context.backend, CPUAttention) and all(
-            _in_one_call(method, num_tokens) for method in self._methods()
-        )
+    def _one_form(self, context: ForwardContext, num_tokens: int) -> type[Matrix] | None:
+        """The form of all this step's products, if it is one that can be in one call. Asked anew: layers may have been
+        given adapters."""
+        if not isinstance(context.backend, CPUAttention):
+            return None
+        forms = {_form_of(method, num_tokens) for method in self._methods()}
+        form = forms.pop() if len(forms) == 1 else None
+        return form if form is not DenseMatrix or self._is_tiled else None
 
     def _methods(self) -> set[QuantMethod]:
         return {layer.method for layer in self._linears}
 
-    def _bind(self, context: ForwardContext) -> None:
+    def _stack(self, form: type[Matrix], context: ForwardContext) -> Stack:
+        if self._caches is not context.kv_caches:
+            self._caches, self._stacks = context.kv_caches, {}
+        if form not in self._stacks:
+            self._stacks[form] = self._make_stack("tiles" if form is DenseMatrix else "matrix", context)
+        return self._stacks[form]
+
+    def _make_stack(self, attribute: str, context: ForwardContext) -> Stack:
         backend = context.backend
         layers = [
-            PackedLayer(
-                *(linear.matrix for linear in products_of(x)),
+            StackLayer(
+                *(getattr(linear, attribute) for linear in products_of(x)),
                 kv,
                 backend.view_of[spec],
                 tuple(linear.method.products.table if is_adapted(linear.method) else None for linear in products_of(x)),
             )
             for x, kv, spec in zip(self.model.layers, context.kv_caches, context.layers, strict=True)
         ]
-        self.kernels.bind(layers, ctypes.cast(backend.lib.minivllm_attend, ctypes.c_void_p).value)
-        self._caches = context.kv_caches
+        return Stack(self.kernels, layers, ctypes.cast(backend.lib.minivllm_attend, ctypes.c_void_p).value)
 
     def _layer_by_layer(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         kernels, shape, norms = self.kernels, self.kernels.shape, iter(self.norms[1:])
@@ -146,10 +160,13 @@ def is_adapted(method: QuantMethod) -> bool:
     return isinstance(method, LoRAMethod)
 
 
-def _in_one_call(method: QuantMethod, num_tokens: int) -> bool:
+def _form_of(method: QuantMethod, num_tokens: int) -> type[Matrix] | None:
+    """What this step's products with such a layer are made with, if the whole stack can be."""
     if is_adapted(method):
-        return method.products.in_one_call and _in_one_call(method.inner, num_tokens)
-    return isinstance(method, QuantisedAtLoad) and num_tokens < method.limit.tokens
+        return _form_of(method.inner, num_tokens) if method.products.in_one_call else None
+    if isinstance(method, QuantisedAtLoad):
+        return PackedMatrix if num_tokens < method.limit.tokens else _form_of(method.dense, num_tokens)
+    return DenseMatrix if isinstance(method, TiledCPU) else None
 
 
 def _qk_norm(layer: nn.Module) -> Tensor | None:

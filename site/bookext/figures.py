@@ -11,7 +11,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxRole
 
-from bookext import batchrows, charts, records, replay, widgets
+from bookext import batchrows, charts, guesses, records, replay, widgets
 from bookext.base import EXPECTED, USED, Directive, html
 from chapters import harness
 
@@ -246,6 +246,7 @@ class Widget(Directive):
         prefix    the same, with the queue of free blocks
         rows      the rows of the persistent batch, and what is written into them
         tokens    the text of a run that reported log-probabilities
+        guesses   the text of a run with speculative decoding
         roofline  `source:rows` instead of a run. `:compute:` and `:memory:` are paths in the results to GFLOP/s and
                   GB/s; `:label:`, `:intensity:` (FLOP for each byte), `:mflops:` and `:ms:` are paths in a row;
                   `:unit:` stands behind a label
@@ -285,7 +286,10 @@ class Widget(Directive):
             return batchrows.draw(run, start)
         if kind == "tokens":
             return widgets.tokens(run, start)
-        raise ValueError(f"no widget is called {kind}; there are timeline, blocks, prefix, rows, tokens, roofline")
+        if kind == "guesses":
+            return guesses.draw(run, start)
+        names = "timeline, blocks, prefix, rows, tokens, guesses, roofline"
+        raise ValueError(f"no widget is called {kind}; there are {names}")
 
     def roofline(self, place: str) -> str:
         source, rows = place.partition(":")[0], records.as_rows(self.picked(place))

@@ -206,6 +206,27 @@ def lane(found: Trace) -> Lane:
 # ---------------------------------------------------------------------------------------- text
 
 
+class Turn(NamedTuple):
+    """A step of a request whose next tokens are guessed: what was right, what was refused, the model's own token."""
+
+    right: str
+    refused: str
+    own: str
+
+
+def turns(found: Trace) -> tuple[str, list[Turn]]:
+    """The prompt's text, and the steps that gave the one request of a run its tokens."""
+    text = words(found)
+    (added,) = (record["request"] for record in found.records if record["type"] == "add")
+    made = []
+    for record in found.steps():
+        if taken := record["tokens"].get(added["id"]):
+            *right, own = taken
+            refused = record.get("drafts", {}).get(added["id"], [])[len(right) :]
+            made.append(Turn(*("".join(text[token] for token in tokens) for tokens in (right, refused, [own]))))
+    return "".join(text[token] for token in added["prompt_token_ids"]), made
+
+
 class Choice(NamedTuple):
     """A token that was taken, and those that were likely, best first: (text, probability)."""
 

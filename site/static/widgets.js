@@ -136,6 +136,6 @@
   addEventListener("load", reach);
   addEventListener("resize", reach);
 
-  for (const name of ["timeline", "blocks", "prefix", "rows", "tokens", "roofline", "chart"])
+  for (const name of ["timeline", "blocks", "prefix", "rows", "tokens", "guesses", "roofline", "chart"])
     customElements.define(`mv-${name}`, class extends Player {});
 }

@@ -60,12 +60,14 @@ def test_every_internal_link_and_anchor_resolves(built, pages):
             assert not anchor or there.suffix != ".html" or anchor in pages[there].ids, f"{path.name}: {link}"
 
 
-def test_a_page_loads_nothing_from_outside_and_is_light(pages):
+def test_a_page_loads_nothing_from_outside_and_is_light(built, pages):
+    fonts = sum(font.stat().st_size for font in (built / "_static" / "fonts").glob("*.woff2"))
+    assert fonts
     for path, page in pages.items():
         for load in page.loads:
             assert "//" not in load and (path.parent / load.partition("?")[0]).is_file(), f"{path.name} loads {load}"
         heavy = sum((path.parent / load.partition("?")[0]).stat().st_size for load in page.loads)
-        assert path.stat().st_size + heavy < MAX_PAGE_BYTES, path
+        assert path.stat().st_size + heavy + fonts < MAX_PAGE_BYTES, path
 
 
 def prose(page: Path) -> str:
@@ -241,6 +243,14 @@ def test_over_http_no_request_leaves_the_machine_and_search_finds(browser, serve
     page.wait_for_selector("ul.search li a")
     context.close()
     assert len(asked) > len(pages) and all(url.startswith((server, "data:")) for url in asked), asked
+
+
+def test_the_letters_come_with_the_site(browser, built):
+    page = browser.new_page()
+    page.goto((built / "ch02_kv_cache" / "index.html").as_uri())
+    loaded = "document.fonts.ready.then((all) => [...all].filter((f) => f.status === 'loaded').map((f) => f.family))"
+    assert {family.strip('"') for family in page.evaluate(loaded)} == {"Source Sans 3", "Source Code Pro"}
+    page.close()
 
 
 def test_search_finds_from_a_file(browser, built):

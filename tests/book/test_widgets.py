@@ -246,13 +246,26 @@ def test_the_rows_that_are_seen_at_step_k_are_the_replays(page):
         assert seen["sum"] == f"Numbers written so far: {told:,} by V0, {written:,} by V1."
 
 
+def test_the_guesses_that_are_seen_at_a_step_are_the_replays(page):
+    run = replay.load("guessed-records")
+    prompt, made = replay.turns(run)
+    (request,) = (record["request"]["id"] for record in run.records if record["type"] == "add")
+    text, tokens = replay.words(run), [t for record in run.steps() for t in record["tokens"].get(request, ())]
+    assert "".join(turn.right + turn.own for turn in made) == "".join(text[token] for token in tokens)
+    assert any(turn.right and turn.refused for turn in made) and "ann@example.com" in prompt
+    for k, turn in enumerate(made):
+        seen = page.evaluate(SHOW, ["mv-guesses", k])
+        assert [seen[name] for name in ("right", "refused", "own")] == [widgets.visible(part) for part in turn]
+        assert seen["said"].startswith(f"Step {k + 1}. ")
+
+
 def test_a_roof_says_what_bounds_a_point(page):
     assert "set by the memory" in page.evaluate(SHOW, ["mv-roofline", 0])["said"]
     last = page.evaluate(SHOW, ["mv-roofline", 2])["said"]
     assert "32 FLOP for each byte" in last and "set by the arithmetic" in last and "measured: 80 GFLOP/s" in last
 
 
-TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-rows", "mv-tokens", "mv-roofline", "mv-chart"]
+TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-rows", "mv-tokens", "mv-guesses", "mv-roofline", "mv-chart"]
 
 
 @pytest.mark.parametrize("tag", TAGS)

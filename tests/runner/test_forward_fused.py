@@ -7,6 +7,9 @@ from naive_attention import hidden_of
 from minivllm import LLM, SamplingParams
 from minivllm.compile.context import ForwardContext
 from minivllm.kernels.cpu import decoder as kernels
+from minivllm.kernels.cpu import dense
+from minivllm.kernels.cpu.dense import DenseMatrix
+from minivllm.kernels.cpu.linear import PackedMatrix
 from minivllm.loading import load_model
 from minivllm.runner.forward_fused import FusedModel, linears, unavailable
 
@@ -17,14 +20,14 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = [[5, 6, 7], [9] * 40, list(range(3, 60))]
 
 
-def generate(**overrides) -> tuple[list[list[int]], int]:
+def generate(prompts=PROMPTS, **overrides) -> tuple[list[list[int]], int]:
     """The tokens, and how many forwards took the whole stack in one call."""
     with LLM(overrides={**TINY, **overrides}) as llm:
         forward, calls = llm._core.executor.worker.runner.forward, []
         if isinstance(getattr(forward, "_run", None), FusedModel):
             decode = forward._run.kernels.decode
             forward._run.kernels.decode = lambda *args: calls.append(args) or decode(*args)
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs], len(calls)
 
 
@@ -45,6 +48,25 @@ def test_the_whole_stack_in_one_call_gives_the_same_tokens(quantization, threads
     assert tokens == expected and none == 0 < num_calls
 
 
+@pytest.mark.skipif(dense.obstacle() is not None, reason=str(dense.obstacle()))
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tiles_in_one_call_are_the_layers_one_by_one(threads, monkeypatch):
+    """In bf16 too, token for token: whether a prompt goes through in blocks, product by product or call by call, a
+    token's sums are taken in one order."""
+    longer = [[i % 500 for i in range(700)], *PROMPTS]  # more than FEW for each thread
+    options = {
+        "model.dtype": "bfloat16",
+        "model.max_model_len": 800,
+        "kv.num_blocks": 200,
+        "executor.num_threads": threads,
+    }
+    tokens, num_calls = generate(longer, **options)
+    chunked, _ = generate(longer, **options, **{"scheduler.max_num_batched_tokens": 50})
+    monkeypatch.setattr(FusedModel, "_one_form", lambda *_: None)
+    assert generate(longer, **options) == (tokens, 0)
+    assert chunked == tokens and num_calls > 0
+
+
 def test_auto_is_fused_and_other_backends_take_the_other_way():
     options = {"model.dtype": "float32", "model.quantization": "int8", "runner.attention": "sdpa"}
     expected, _ = generate(**options, **{"runner.forward": "eager"})
@@ -57,9 +79,10 @@ def test_the_dense_copy_takes_over_at_its_limit(monkeypatch):
     fused = FusedModel(model)
     model.layers[0].mlp.down.method.limit.tokens = 4
     context = ForwardContext(_CPU(), None, [], [])
-    assert fused._is_packed(context, 3) and not fused._is_packed(context, 4)
+    assert fused._one_form(context, 3) is PackedMatrix
+    assert fused._one_form(context, 4) is (DenseMatrix if dense.obstacle() is None else None)
     linears(model)[5].method = object()  # an adapter's
-    assert not fused._is_packed(context, 3)
+    assert fused._one_form(context, 3) is fused._one_form(context, 4) is None
 
 
 def _CPU():

@@ -1,5 +1,6 @@
-// The whole stack in one call, over packed weights and paged attention: any number of threads gives what one thread
-// gives. What that is, tests/attention and tests/runner compare with the model as written.
+// The whole stack in one call, over packed weights or tiles and paged attention: any number of threads gives what one
+// thread gives, so with tiles many tokens in blocks what they give product by product. What that is, tests/attention and
+// tests/runner compare with the model as written.
 #include "../../kernels/cpu/decoder.cpp"
 #include "check.h"
 
@@ -13,22 +14,37 @@ int64_t minivllm_packed_bytes(int64_t outputs, int64_t inputs, int64_t bits);
 int64_t minivllm_best_path();
 void minivllm_linear(const minivllm_matrix* matrix, const void* x, void* y, int64_t tokens, int64_t x_bf16,
                      int64_t y_bf16, int64_t path, minivllm_parallel parallel, int64_t num_threads);
+// dense_linear.cpp
+int64_t minivllm_dense_works();
+int64_t minivllm_dense_bytes(const minivllm_dense* matrix);
+void minivllm_dense_pack(const minivllm_dense* matrix, const void* weight, void* to, minivllm_parallel parallel,
+                         int64_t num_threads);
+void minivllm_dense_linear(const minivllm_dense* matrix, const void* x, void* y, int64_t tokens, int64_t, int64_t y_bf16,
+                           int64_t, minivllm_parallel parallel, int64_t num_threads);
 }
 
 namespace {
 
 struct Model {
+  bool bf16, dense;
   std::vector<std::vector<uint8_t>> weights;
   std::vector<std::unique_ptr<Values>> vectors;
   std::vector<std::unique_ptr<minivllm_matrix>> matrices;
-  bool bf16;
+  std::vector<std::unique_ptr<minivllm_dense>> tiles;
 
   const void* vector(int64_t count, float mean, float scale) {
     vectors.push_back(std::make_unique<Values>(bf16, count));
     for (int64_t i = 0; i < count; i++) vectors.back()->set(i, mean + scale * normal());
     return vectors.back()->bytes.data();
   }
-  const minivllm_matrix* matrix(int64_t outputs, int64_t inputs) {
+  const minivllm_matrix* matrix(int64_t outputs, int64_t inputs, int64_t halves = 0) {
+    if (dense) {
+      tiles.push_back(std::make_unique<minivllm_dense>(nullptr, nullptr, outputs, inputs, halves));
+      weights.emplace_back(minivllm_dense_bytes(tiles.back().get()));
+      minivllm_dense_pack(tiles.back().get(), vector(outputs * inputs, 0, 0.1f), weights.back().data(), parallel, 1);
+      tiles.back()->weight = weights.back().data();
+      return (const minivllm_matrix*)tiles.back().get();
+    }
     std::vector<uint8_t> packed(minivllm_packed_bytes(outputs, inputs, 4));
     for (size_t block = 0; block < packed.size(); block += 320) {  // 256 bytes of codes, 16 scales, 16 minima
       for (int i = 0; i < 256; i++) packed[block + i] = rng();
@@ -50,8 +66,10 @@ int main(int argc, char** argv) {
   for (int c = 0; c < cases; c++) {
     const int64_t kv_heads = draw(1, 2), heads = kv_heads * draw(1, 3), size = 16 * draw(1, 3) * 2, block_size = 1 << draw(0, 5);
     const int64_t hidden = 32 * draw(1, 3), intermediate = 32 * draw(1, 4), num_layers = draw(1, 3), vocab = 20;
-    Model model{.bf16 = draw(0, 1) == 1};
-    const int64_t kind = model.bf16 ? 2 : 0, tokens = draw(1, 40), width = (heads + 2 * kv_heads) * size;
+    const bool bf16 = draw(0, 1);
+    Model model{bf16, bf16 && minivllm_dense_works() && draw(0, 1)};
+    const int64_t kind = bf16 ? 2 : 0, tokens = model.dense && draw(0, 2) == 0 ? draw(128, 600) : draw(1, 40);
+    const int64_t width = (heads + 2 * kv_heads) * size;
     void* layout = minivllm_layout(kv_heads, size, block_size, kind);
     const int64_t num_blocks = (tokens + block_size - 1) / block_size;
     const size_t kv_bytes = num_blocks * kv_heads * minivllm_page_bytes(layout);
@@ -60,12 +78,14 @@ int main(int argc, char** argv) {
     for (int64_t i = 0; i < num_layers; i++)
       layers.push_back({model.vector(hidden, 1, 0.1f), model.vector(hidden, 1, 0.1f),
                         qk_norm ? model.vector((heads + kv_heads) * size, 1, 0.1f) : nullptr, model.matrix(width, hidden),
-                        model.matrix(hidden, heads * size), model.matrix(2 * intermediate, hidden),
+                        model.matrix(hidden, heads * size), model.matrix(2 * intermediate, hidden, 1),
                         model.matrix(hidden, intermediate), nullptr, 0, {}});
     minivllm_decoder decoder{layers.data(), model.vector(hidden, 1, 0.1f), model.vector(vocab * hidden, 0, 1),
                              model.vector(tokens * size / 2, 0, 0.5f), model.vector(tokens * size / 2, 0, 0.5f),
                              num_layers, hidden, heads, kv_heads, size, intermediate, kind, 1e-5f, 1e-6f,
-                             minivllm_best_path(), minivllm_linear, minivllm_attend, nullptr, parallel};
+                             minivllm_best_path(), model.dense,
+                             model.dense ? (minivllm_product)minivllm_dense_linear : minivllm_linear, minivllm_attend,
+                             nullptr, parallel};
     std::vector<int64_t> ids(tokens), positions(tokens);
     std::vector<int32_t> table(num_blocks), starts{0, int32_t(tokens)}, lens{int32_t(tokens)};
     for (int64_t i = 0; i < tokens; i++) {

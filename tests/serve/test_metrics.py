@@ -51,6 +51,8 @@ def test_a_histogram_counts_a_value_in_its_bucket_and_all_above():
 
 
 def test_itl_is_the_time_between_two_tokens_of_a_request(metrics, clock):
+    for req in "ab":
+        metrics.on_add(EngineRequest(req, [1], SamplingParams()))
     step(metrics, {"a": ("a", [1])})
     clock.now += 0.05
     step(metrics, {"a": ("a", [1]), "b": ("b", [1])})
@@ -75,6 +77,7 @@ def test_nothing_is_kept_of_a_request_that_has_ended(metrics):
         metrics.on_add(EngineRequest(req, [1], SamplingParams()))
     step(metrics, {"a": ("a", [1], "stop"), "b": ("b", [1])}, joins=["a", "b"])
     metrics.on_abort(["b", "c"])
+    step(metrics, {"b": ("b", [1])})  # it was under way
     assert not metrics._queued and not metrics._last_token
 
 
