@@ -89,7 +89,7 @@ class Metrics:
         self.responses: Counter[tuple[str, str, str]] = Counter()  # (method, path, status)
         self.others: Callable[[], Iterable[Snapshot]] = tuple  # of this engine, where several servers share it
         self._queued: dict[str, float] = {}  # arrival of requests that have not run
-        self._last_token: dict[str, float | None] = {}  # of requests that are in the engine; None: they wait for the first
+        self._last_token: dict[str, float | None] = {}  # of requests in the engine; None: they wait for the first
         self._lock = threading.Lock()  # of _last_token: reports come in the link's thread
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)

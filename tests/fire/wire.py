@@ -19,8 +19,8 @@ import httpx
 import psutil
 
 LONG = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}
-# int8, whose kernels are ours: for dense products oneDNN keeps code for each shape that it has seen, hundreds of MB once
-# batches have had every size (bench/dense_memory.py). That is no leak of ours, but it hides what would be one.
+# int8, whose kernels are ours: for dense products oneDNN keeps code for each shape that it has seen, hundreds of MB
+# once batches have had every size (bench/dense_memory.py). That is no leak of ours, but it hides what would be one.
 SMALL = ["--set", "kv.num_blocks=2048", "--set", "executor.num_threads=1", "--quantization", "int8"]
 SMALL += ["--log-level", "warning"]
 
