@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
     rounds: int
 
 
-FULL, SMOKE = Sizes(8, 48, (12, 30), 2), Sizes(4, 20, (6,), 1)
+FULL, SMOKE = Sizes(8, 48, (12, 30), 1), Sizes(4, 20, (6,), 1)
 
 
 class Span(NamedTuple):
