@@ -222,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = asyncio.run(sweep(url, args))
         except httpx.HTTPError as error:
             raise SystemExit(f"error: {url}: {type(error).__name__} {error}") from None
-    paths = {name: value and str(value) for name in ("api_key_file", "out") for value in [getattr(args, name)]}
-    emit("serve", vars(args) | paths, results, args.out)
+    params = {name: value for name, value in vars(args).items() if name not in ("api_key_file", "out")}  # paths
+    emit("serve", params, results, args.out)
     conclude(results, args.attain)
     if args.out is not None and results["knee"] is not None:
         note("\n".join(map(str, plots.write(args.out))))
