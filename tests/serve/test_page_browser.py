@@ -7,9 +7,12 @@ import os
 import re
 import shutil
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
+
+from minivllm.engine.core import EngineCore
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -81,6 +84,17 @@ def talk_on(page):
     page.route("**/v1/chat/completions", without_end)
 
 
+def slow_down(monkeypatch, seconds=0.005):
+    """Of each step: else a tiny model's longest answer can be over before one has looked at it."""
+    step = EngineCore.step
+
+    def slow_step(core):
+        time.sleep(seconds)
+        return step(core)
+
+    monkeypatch.setattr(EngineCore, "step", slow_step)
+
+
 def ask(page, text="Hello"):
     page.get_by_label("Message").fill(text)
     page.get_by_role("button", name="Send").click()
@@ -130,8 +144,9 @@ def test_the_sampling_controls_are_what_is_asked_for(open_page):
     answered(page, 2)
 
 
-def test_stop_ends_the_answer_and_the_request(open_page, servers):
+def test_stop_ends_the_answer_and_the_request(open_page, servers, monkeypatch):
     page = open_page()
+    slow_down(monkeypatch)
     talk_on(page)
     ask(page)
     expect(page.locator("mv-answer .stats")).to_contain_text("tokens/s")
@@ -319,7 +334,8 @@ def test_a_key_is_asked_for_sent_and_forgotten_with_the_tab(open_page, servers):
 # ---- the engine
 
 
-def test_the_live_view_shows_a_requests_blocks_and_its_steps(open_page, eventually):
+def test_the_live_view_shows_a_requests_blocks_and_its_steps(open_page, eventually, monkeypatch):
+    slow_down(monkeypatch)
     page = open_page()
     talk_on(page)
     page.get_by_role("link", name="Engine").click()
@@ -502,7 +518,7 @@ def test_it_can_be_used_by_keyboard_alone(open_page):
     expect(page.get_by_label("Message")).to_be_focused()
 
 
-def test_axe_finds_no_fault(open_page):
+def test_axe_finds_no_fault(open_page, monkeypatch):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     page = open_page(viewport=PHONE)
     page.get_by_label("Log-probabilities").check()
@@ -511,6 +527,7 @@ def test_axe_finds_no_fault(open_page):
     answered(page).locator(".tokens").focus()
     page.get_by_role("button", name="Settings").click()
     faults = axe.Axe().run(page).response["violations"]
+    slow_down(monkeypatch)
     talk_on(page)
     ask(page)
     page.get_by_role("link", name="Engine").click()
