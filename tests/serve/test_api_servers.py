@@ -233,13 +233,20 @@ def test_a_replica_that_is_killed_ends_its_streams_with_an_event_and_no_others(r
         for reader in readers:
             reader.start()
         assert all(first.wait(20) for _, first in streams)
+        cores = replicated.cores
+        for core in cores:
+            core.suspend()
+        time.sleep(0.2)  # for reports that are on their way
         running = [metric(client, "minivllm:num_requests_running", engine=str(i)) for i in range(2)]
         if running == [1, 1]:
             break
+        for core in cores:
+            core.resume()
         for reader in readers:
             reader.join(30)
     assert running == [1, 1]
-    replicated.cores[0].send_signal(signal.SIGKILL)
+    cores[0].kill()
+    cores[1].resume()
     wait_for(lambda: any(not reader.is_alive() for reader in readers), seconds=2)
     assert client.get("/health").json() == {"status": "degraded"}
     for reader in readers:
