@@ -168,8 +168,7 @@ def main() -> None:
                 f"{result['kv_gb_per_s']:6.2f} GB/s; "
                 f"prepare {median(prepare):7.1f}, best {min(prepare):7.1f}"
             )
-    params = {k: v for k, v in vars(args).items() if k != "out"}
-    emit("attention", params, results, args.out)
+    emit("attention", vars(args), results, args.out)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def parser(what: str, name: str) -> argparse.ArgumentParser:
 
 
 def emit(name: str, params: dict[str, Any], results: Any, out: Path | None) -> None:
-    """Print the run as one JSON line, and append it to `out`."""
-    line = json.dumps(record(name, params, results))
+    """Print the run as one JSON line, and append it to `out`, which is no parameter of a measurement."""
+    line = json.dumps(record(name, {name: value for name, value in params.items() if name != "out"}, results))
     print(line)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

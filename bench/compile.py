@@ -154,8 +154,7 @@ def main() -> None:
     if args.cold:
         results["build_seconds"] = round(build_cold(runner.model, args.threads), 1)
         note(f"building them in a new process: {results['build_seconds']} s")
-    params = {k: v for k, v in vars(args).items() if k != "out"}
-    emit("compile", params, results, args.out)
+    emit("compile", vars(args), results, args.out)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def main() -> None:
         texts = [rng.choices(vocab, k=rng.randint(3, longest)) for _ in range(args.num_texts)]
         results.append(compare(sides, texts, args.rounds) | {"longest": longest})
         note(f"3 to {longest} tokens: {results[-1]['ratio']}")
-    emit("embed", vars(args) | {"out": None}, results, args.out)
+    emit("embed", vars(args), results, args.out)
 
 
 def compare(sides: dict[str, Minivllm | Transformers], texts: list[list[int]], rounds: int) -> dict:

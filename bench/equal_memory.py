@@ -63,8 +63,7 @@ def main() -> None:
     for name in names:
         against = ratios.get(name, {})
         note(f"{name:7} at once {rows[name]['running']['median']:6.1f}, paged / {name}: {against}")
-    params = {key: value for key, value in vars(args).items() if key != "out"}
-    params["paper_at_once_paged_to"] = PAPER_AT_ONCE
+    params = vars(args) | {"paper_at_once_paged_to": PAPER_AT_ONCE}
     results = {"allocations": rows, "paged_to": ratios, "outputs_that_differ": runs.num_different}
     emit("equal_memory", params, results, args.out)
 

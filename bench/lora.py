@@ -112,8 +112,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, engine(args, {}) as bare:
         results = [compare(bare, args, rank, Path(folder)) for rank in args.ranks]
         info = {"dtype": bare.info["dtype"], "attention": bare.info["attention"]}
-    params = {name: value for name, value in vars(args).items() if name != "out"}
-    emit("lora", {**params, **info}, results, args.out)
+    emit("lora", {**vars(args), **info}, results, args.out)
 
 
 if __name__ == "__main__":

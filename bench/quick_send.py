@@ -80,7 +80,7 @@ def main() -> int:
     results = {"us_per_token": {name: spread(values) for name, values in found.items()}}
     results["quick_to_h11"] = shown(bootstrap_ratio(found["h11"], found["quick"]))
     note(str(results))
-    emit("quick_send", {name: value for name, value in vars(args).items() if name != "out"}, results, args.out)
+    emit("quick_send", vars(args), results, args.out)
     return 0
 
 

@@ -128,7 +128,7 @@ def main() -> int:
     with ExitStack() as stack:
         urls = {name: stack.enter_context(running(command_of(name, args), cwd=ROOT)) for name in args.only}
         rows = measure(urls, args)
-    params = {name: value for name, value in vars(args).items() if name not in ("out", "rates", "endpoint", "plain")}
+    params = {name: value for name, value in vars(args).items() if name not in ("rates", "endpoint", "plain")}
     emit("replicas", params, {"rows": rows}, args.out)
     return 0
 

@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = asyncio.run(sweep(url, args))
         except httpx.HTTPError as error:
             raise SystemExit(f"error: {url}: {type(error).__name__} {error}") from None
-    params = {name: value for name, value in vars(args).items() if name not in ("api_key_file", "out")}  # paths
+    params = {name: value for name, value in vars(args).items() if name != "api_key_file"}
     emit("serve", params, results, args.out)
     conclude(results, args.attain)
     if args.out is not None and results["knee"] is not None:

@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = measure(sides, args)
     note(table(rows))
     given = {k: str(v) if isinstance(v, os.PathLike) else v for k, v in vars(args).items()}
-    for private in ("out", "peers", "logs"):  # paths of one machine
+    for private in ("peers", "logs"):  # paths of one machine
         del given[private]
     emit("serve_beside", given, {"rows": rows, "summary": summaries(rows), "left_out": left_out}, args.out)
     return 0 if sides else 1

@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results = measure(offline, url, args)
     finally:
         offline.close()
-    emit("serve_overhead", {k: v for k, v in vars(args).items() if k not in ("out", "url")}, results, args.out)
+    emit("serve_overhead", {k: v for k, v in vars(args).items() if k != "url"}, results, args.out)
     return 0
 
 

@@ -112,8 +112,7 @@ def main() -> None:
             rows.append(row := measure(llm, kind, shape, width, args))
             low, high = PAPER_PERCENT[shape][kind]
             note(f"\n{kind:8} {shape:8} {width}: {row['saved_percent']:5.1f} % saved (paper, 2 to 6: {low} to {high})")
-    params = {key: value for key, value in vars(args).items() if key != "out"}
-    emit("sharing", params | {"paper_percent": PAPER_PERCENT}, rows, args.out)
+    emit("sharing", vars(args) | {"paper_percent": PAPER_PERCENT}, rows, args.out)
 
 
 if __name__ == "__main__":

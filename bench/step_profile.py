@@ -225,8 +225,7 @@ def main() -> None:
     rate = bytes_per_second()
     note(f"memory is read at {rate / 1e9:.1f} GB/s by torch")
     rows = [row for how in args.forward for row in run(how, args, rate)]
-    params = {k: v for k, v in vars(args).items() if k != "out"}
-    emit("step_profile", params | {"read_gb_per_s": round(rate / 1e9, 2)}, rows, args.out)
+    emit("step_profile", vars(args) | {"read_gb_per_s": round(rate / 1e9, 2)}, rows, args.out)
 
 
 if __name__ == "__main__":

@@ -104,8 +104,7 @@ def main() -> None:
             bar.set_description(f"blocks of {block_size}")
             results.append(found := measure(block_size, scenes, args, bar))
             note(f"\n{block_size:4}: " + ", ".join(f"{k} {v}" for k, v in found.items() if "_to_" in k))
-    params = {key: value for key, value in vars(args).items() if key != "out"}
-    emit("swap", params, results, args.out)
+    emit("swap", vars(args), results, args.out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ whole request took (TTFT, TPOT, end to end, finish reason) is told by the front 
 and of clients that left.
 
 A histogram here takes a weight: all requests of a step share an interval, so 256 of them cost one update. Each has a
-single writer thread, so none needs a lock; a scrape may miss the newest sample.
+single writer thread, so none needs a lock; a scrape may miss the newest sample. When requests had their last token does
+need one: they begin and are aborted in the front end's thread.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Metrics:
         self.others: Callable[[], Iterable[Snapshot]] = tuple  # of this engine, where several servers share it
         self._queued: dict[str, float] = {}  # arrival of requests that have not run
         self._last_token: dict[str, float | None] = {}  # of requests in the engine; None: they wait for the first
-        self._lock = threading.Lock()  # of _last_token: reports come in the link's thread
+        self._lock = threading.Lock()  # of _last_token
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 

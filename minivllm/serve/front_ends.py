@@ -44,6 +44,7 @@ from minivllm.engine.replicas import start_processes
 from minivllm.pooling.task import GENERATE, choose_task
 from minivllm.serve import access, command
 from minivllm.serve.front_end import Task, listen_beside
+from minivllm.serve.pooling import with_core_apart
 from minivllm.serve.server import GRACE_SECONDS
 
 LOOK_SECONDS = 0.1  # how often it is looked whether all servers run
@@ -85,9 +86,8 @@ def shared_config(args: argparse.Namespace, options: dict[str, Any]) -> EngineCo
     """Exits where several servers cannot share the engine."""
     if not hasattr(socket, "SO_REUSEPORT"):
         fail(f"--api-servers {args.api_servers}: this system cannot share a port among processes")
-    given = dict(options)
-    overrides = {"engine.core": "process", **given.pop("overrides")}
-    config = make_config(given.pop("model", None), given.pop("preset"), overrides, given)
+    given = with_core_apart(options)
+    config = make_config(given.pop("model", None), given.pop("preset"), given.pop("overrides"), given)
     if config.engine.core != "process":
         fail(f"--api-servers {args.api_servers} needs engine.core=process: servers share what is in none of them")
     if (task := choose_task(config).value) != GENERATE:

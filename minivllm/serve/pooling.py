@@ -56,13 +56,18 @@ class PoolingUsage(Struct):
 
 
 def start(options: dict[str, Any]) -> AsyncLLM | AsyncPooler:
-    """The engine for the model's task; options: AsyncLLM's. One that generates gets a process for its core unless they
-    say otherwise: beside HTTP and detokenising, each step would wait for them (bench/serve_overhead.py)."""
+    """The engine for the model's task; options: AsyncLLM's."""
     given = dict(options)
     config = make_config(given.pop("model", None), given.pop("preset", "v1"), given.pop("overrides", None), given)
     if choose_task(config).value != GENERATE:
         return AsyncPooler(**options)
-    return AsyncLLM(**options | {"overrides": {"engine.core": "process", **options["overrides"]}})
+    return AsyncLLM(**with_core_apart(options))
+
+
+def with_core_apart(options: dict[str, Any]) -> dict[str, Any]:
+    """AsyncLLM's options with a process for the core, unless they say otherwise: beside HTTP and detokenising, each
+    step would wait for them (bench/serve_overhead.py)."""
+    return options | {"overrides": {"engine.core": "process", **options["overrides"]}}
 
 
 def served_by(task: str, endpoint: Endpoint) -> Callable[[Request], Awaitable[ASGIApp]]:
