@@ -1,7 +1,8 @@
 """Committed results: where a figure on a page comes from.
 
 A source is `ch02` (chapters/results/ch02.json) or `bench/host` (the last line of bench/results/host.jsonl, or the whole
-of host.json); `bench/host[0]` is another line. A path below it is dotted, into lists by number: `rows.-1.ratio`.
+of host.json); `bench/host[0]` is another line, `bench/gpu/engine` what a part of bench/gpu found. A path below it is
+dotted, into lists by number: `rows.-1.ratio`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def load(source: str) -> dict[str, Any]:
 
 
 def _parts(source: str) -> re.Match[str]:
-    matched = re.fullmatch(r"(bench/)?([\w-]+)(?:\[(-?\d+)\])?", source)
+    matched = re.fullmatch(r"(bench/)?((?:gpu/)?[\w-]+)(?:\[(-?\d+)\])?", source)
     if matched is None:
         raise RecordError(f"{source!r} names no results")
     return matched
