@@ -67,20 +67,26 @@ def clocks() -> dict[str, str]:
     return dict(zip(CLOCKS, found, strict=True)) if done.returncode == 0 and len(found) == len(CLOCKS) else {}
 
 
-def replayed(call: Callable[[], Any], num_replays: int = 20) -> Times:
+def replayed(call: Callable[[], Any], num_replays: int = 20, captured: bool = True) -> Times:
     """Under graph replay, since a launch from the host can take longer than the kernel; by plain calls where a call
     cannot be captured. Each call finds a cold cache: what is larger than the L2 was written before it."""
+    with torch.cuda.stream(torch.cuda.current_stream()):  # a capture that fails leaves its own stream behind
+        return _replayed(call, num_replays, captured)
+
+
+def _replayed(call: Callable[[], Any], num_replays: int, captured: bool) -> Times:
     for _ in range(2):  # compiled, and every buffer there
         call()
     torch.cuda.synchronize()
     again, how = call, "called"
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        again, how = graph.replay, "replayed"
-    except RuntimeError:  # it waits for the device, or copies from memory that is not pinned
-        torch.cuda.synchronize()
+    if captured:
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            again, how = graph.replay, "replayed"
+        except RuntimeError:  # it waits for the device, or copies from memory that is not pinned
+            torch.cuda.synchronize()
     flushed = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(num_replays)]
     for begin, end in events:
@@ -107,11 +113,13 @@ def ceilings(device: torch.device) -> Ceilings | None:
     return Ceilings(round(gb_per_s, 1), round(tflops, 1))
 
 
-def measured(call: Callable[[], Any], num_bytes: float, flops: float, best: Ceilings | None) -> dict[str, Any]:
+def measured(
+    call: Callable[[], Any], num_bytes: float, flops: float, best: Ceilings | None, captured: bool = True
+) -> dict[str, Any]:
     """A row's figures. fraction: the time that the card would need at least, over the time that it took."""
     if best is None:  # the interpreter's times say nothing about a GPU
         return dict.fromkeys(("us", "gb_per_s", "tflops", "fraction"), NOT_MEASURED)
-    times = replayed(call)
+    times = replayed(call, captured=captured)
     seconds = times.median
     return {
         "us": round(seconds * 1e6, 2),

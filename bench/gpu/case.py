@@ -48,6 +48,7 @@ class Case(NamedTuple):
     read: Callable[[Tensor], Tensor] = Tensor.double  # what call() gave, as the oracle gives it
     rivals: Mapping[str, Callable[[], Any]] = {}  # what would do in its place
     timed: bool = True  # False: only its result is looked at
+    captured: bool = True  # False: it cannot be part of a graph
 
 
 class Rows(list):

@@ -57,22 +57,28 @@ class Side:
             run(self.llm, requests)
         assert watch.seconds, "no step was all decodes"
         steps, watch.num_requests = watch.seconds, 0
-        watch.busy = BusyWatch(self.device, num, num_steps=min(NUM_DECODES, requests.num_tokens[0]) // 2)
-        run(self.llm, requests)
-        watch.busy.end()
-        busy, watch.busy = watch.busy, None
-        assert busy.ended, "the profiler saw no step that was all decodes"
         num_bytes, flops = self.needs(num * (len(requests.prompts[0]) + requests.num_tokens[0] / 2), num)
         row = {"mb": round(num_bytes / 1e6, 3)}
         if self.best is None:
-            names = "ms", "tokens_per_s", "floor_ms", "fraction", "gpu_busy"
-            return row | dict.fromkeys(names, NOT_MEASURED)
+            return row | dict.fromkeys(("ms", "tokens_per_s", "floor_ms", "fraction"), NOT_MEASURED)
         ms = spread([1e3 * seconds for seconds in steps])
         floor = 1e3 * self.best.seconds(num_bytes, flops)
         rate = round(1e3 * num / ms["median"], 1)
         row |= {"ms": ms["median"], "tokens_per_s": rate, "floor_ms": round(floor, 3)}
-        row |= {"fraction": round(floor / ms["median"], 3), "gpu_busy": busy.busy and round(busy.busy, 4)}
-        return row | {"spread": ms, "settings": settings(self.llm)}
+        return row | {"fraction": round(floor / ms["median"], 3), "spread": ms, "settings": settings(self.llm)}
+
+    def busy(self, requests: Requests) -> dict[str, Any]:
+        """After all that is timed: a profiler may stay in the process."""
+        num_steps = min(NUM_DECODES, requests.num_tokens[0]) // 2
+        self.watch.busy = busy = BusyWatch(self.device, len(requests.prompts), num_steps)
+        run(self.llm, requests)
+        busy.end()
+        self.watch.busy = None
+        assert busy.ended, "the profiler saw no step that was all decodes"
+        if self.best is None:
+            return {"gpu_busy": NOT_MEASURED}
+        assert busy.busy is not None, "the profiler saw nothing on the device"
+        return {"gpu_busy": round(busy.busy, 4)}
 
     def nano(self, requests: Requests) -> dict[str, Any]:
         seconds = [run(self.llm, requests, temperature=0.6)[0] for _ in range(min(self.args.rounds, 2) + 1)][1:]
@@ -119,6 +125,9 @@ def _rows_of(args: Namespace, device: torch.device, rows: Rows, model: str, best
         if nano in every:
             case = {"case": "nano-vllm's benchmark", "model": model, "requests": len(nano.prompts)}
             rows.attempt(case, lambda: side.nano(nano))
+        for load in loads:
+            case = {"case": "GPU busy in decodes", "model": model, "requests": len(load.prompts)}
+            rows.attempt(case, lambda load=load: side.busy(load))
     finally:
         side.llm.shutdown()
 

@@ -85,7 +85,7 @@ def poisoned_memory() -> Iterator[None]:
 def timed(case: Case, best: Ceilings | None) -> dict[str, Any]:
     """Beside its rivals: how many times as fast as each it is."""
     case.call()
-    row = measured(case.call, case.num_bytes, case.flops, best)
+    row = measured(case.call, case.num_bytes, case.flops, best, case.captured)
     for name, rival in case.rivals.items():
         rival()
         row[f"times {name}"] = NOT_MEASURED if best is None else round(replayed(rival).median * 1e6 / row["us"], 2)

@@ -111,7 +111,7 @@ def test_what_would_come_too_late_is_not_begun():
 
 
 @pytest.mark.parametrize(
-    "part, names", [("engine", 5), ("ablation", 9), ("peers", 4)], ids=["engine", "ablation", "peers"]
+    "part, names", [("engine", 7), ("ablation", 9), ("peers", 4)], ids=["engine", "ablation", "peers"]
 )
 def test_a_part_of_whole_engines_runs_end_to_end_without_a_gpu(part, names):
     done = run("--part", part, "--rounds", "1", "--set", "executor.num_threads=1")
