@@ -76,7 +76,7 @@ def _w4a16(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool
 
     moved = n_in * n_out // 2 + 4 * packed.scales.numel() + (x.numel() + out.numel()) * dtype.itemsize
     label, flops = f"{num_tokens} x {n_in} x {n_out}", 2 * num_tokens * n_in * n_out
-    return Case("w4a16 linear", label, lambda: matrix(x, out, sms), oracle, tolerance, moved, flops)
+    return Case("w4a16 linear", label, lambda: matrix.multiply(x, out, sms), oracle, tolerance, moved, flops)
 
 
 def _moe(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool, tolerance: float) -> Case:
