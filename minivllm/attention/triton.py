@@ -20,6 +20,7 @@ from minivllm.kernels.triton.tiles import Tile, attention_tiles, num_splits
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
+    from minivllm.compile.context import Turn
     from minivllm.kernels.triton.paged import Requests
     from minivllm.runner.batch import InputBatch
 
@@ -52,6 +53,7 @@ class TritonAttention:
 
         in_codes = spec.dtype in elementwise.KINDS
         self.paged, self.write = paged, elementwise.write_codes if in_codes else elementwise.write
+        self.rope_write = elementwise.rope_write
         check_layers(layers, spec)
         assert in_codes or spec.dtype in paged.DTYPES, spec.dtype
         self.spec = spec
@@ -101,10 +103,20 @@ class TritonAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
     ) -> None:
+        self.write(with_dense_heads(k), with_dense_heads(v), *kv, meta.slots)
+        self._attend(with_dense_heads(q), kv, meta, layer, out)
+
+    def turn_and_attend(
+        self, qkv: Tensor, turn: Turn, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
+    ) -> None:
+        """qkv [T, heads + 2 kv_heads, head_size] before norm and rotation: both, and the write, are one launch."""
+        q = torch.empty_like(out)
+        self.rope_write(with_dense_heads(qkv), q, *kv, meta.slots, *turn)
+        self._attend(q, kv, meta, layer, out)
+
+    def _attend(self, q: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor) -> None:
         paged, head = self.paged, self.heads[layer]
-        q, k, v = with_dense_heads(q), with_dense_heads(k), with_dense_heads(v)
         keys, values = kv
-        self.write(k, v, keys, values, meta.slots)
         decode, prefill = self.tiles[layer]
         if meta.decodes is not None:
             most = min(meta.longest_decode, layer.sliding_window or meta.longest_decode) // decode.block_n + 1

@@ -104,6 +104,7 @@ class Worker:
         name, backend_class = self._choose_attention(loaded.model.attention_layers)
         recipe = parts.make_proposer(config, loaded, self.dtype, self.device)
         kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
+        self._rotate_in_kernel(loaded.model, backend_class)
         forwards = peak_of(lambda: self._rehearse(loaded, backend_class, kv_spec), self.device)
         sizes = self._size(kv_spec, loaded.spec.max_position, forwards)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
@@ -139,6 +140,21 @@ class Worker:
         )
         self._decide("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
+
+    def _rotate_in_kernel(self, model: torch.nn.Module, backend_class: type[AttentionBackend]) -> None:
+        """Where the model and its attention backend can, and the kernel is used. Before any forward is made."""
+        if not (hasattr(model, "rotate_in_kernel") and hasattr(backend_class, "turn_and_attend")):
+            return
+        kv_dtype = self._kv_dtype()
+
+        def proof(device: torch.device) -> bool:
+            from minivllm.kernels.triton import proofs
+
+            return proofs.rope_write(device, self.dtype, kv_dtype)
+
+        name = "rope + norm + write in 8 bits" if kv_dtype.itemsize == 1 else "rope + norm + cache write"
+        if self.kernels.uses(name, proof):
+            model.rotate_in_kernel()
 
     def _kv_spec(self, layers: list[AttentionSpec]) -> KVSpec:
         first = layers[0]
