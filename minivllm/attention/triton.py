@@ -16,7 +16,8 @@ from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.rows import with_dense_heads
-from minivllm.kernels.triton.tiles import Tile, attention_tiles, num_splits
+from minivllm.kernels.triton.tiles import Tile, num_splits
+from minivllm.kernels.triton.tuned import Shape, fixed, plan
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class TritonAttention:
         tiles: tuple[Tile, Tile] | None = None,
         num_sms: int | None = None,
     ):
-        """tiles: of decode and of prefill; None: those that are shipped for the shape."""
+        """tiles: of decode and of prefill; None: those that are shipped for the shape and the card."""
         from minivllm.kernels.triton import elementwise, paged
 
         in_codes = spec.dtype in elementwise.KINDS
@@ -61,9 +62,10 @@ class TritonAttention:
         on_gpu = self.device.type == "cuda"
         self.num_sms = num_sms or (torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1)
         major = torch.cuda.get_device_capability(device)[0] if on_gpu else 9
+        card = torch.cuda.get_device_name(device) if on_gpu else None
         self.scratch = paged.Scratch(self.device)
         self.heads = {layer: _head(paged.Head, layer) for layer in layers}
-        self.tiles = {layer: tiles or _tiles(layer, spec, major) for layer in layers}
+        self.plans = {layer: fixed(*tiles) if tiles else plan(_shape(layer, spec), major, card) for layer in layers}
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -117,13 +119,14 @@ class TritonAttention:
     def _attend(self, q: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor) -> None:
         paged, head = self.paged, self.heads[layer]
         keys, values = kv
-        decode, prefill = self.tiles[layer]
+        plan = self.plans[layer]
         if meta.decodes is not None:
+            decode = plan.decode_tile(len(meta.decodes.rows))
             most = min(meta.longest_decode, layer.sliding_window or meta.longest_decode) // decode.block_n + 1
             splits = num_splits(len(meta.decodes.rows), layer.num_kv_heads, self.num_sms, most)
             paged.decode(q, keys, values, meta.decodes, head, out, self.scratch, decode, splits)
         if meta.others is not None:
-            paged.prefill(q, keys, values, meta.others, head, out, prefill)
+            paged.prefill(q, keys, values, meta.others, head, out, plan.prefill_tile(meta.others.num_queries))
         if out.shape[0] > meta.num_tokens:  # nobody reads padding rows, but they pass through the layers that follow
             out[meta.num_tokens :].zero_()
 
@@ -133,6 +136,6 @@ def _head(cls: type, layer: AttentionSpec):
     return cls(*heads, layer.scale, layer.sliding_window or 0, layer.soft_cap or 0.0)
 
 
-def _tiles(layer: AttentionSpec, spec: KVSpec, major: int) -> tuple[Tile, Tile]:
-    shape = layer.num_heads // layer.num_kv_heads, layer.head_size, spec.dtype.itemsize
-    return attention_tiles(*shape, layer.sliding_window is not None, major)
+def _shape(layer: AttentionSpec, spec: KVSpec) -> Shape:
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return Shape(layer.head_size, layer.num_heads // layer.num_kv_heads, dtype, layer.sliding_window is not None)
