@@ -64,6 +64,7 @@ class SchedulerConfig(Section):
 class RunnerConfig(Section):
     inputs: str = "persistent"
     attention: str = "auto"
+    kernels: Literal["auto", "torch", "triton"] = "auto"
     forward: str = "auto"
     compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
     graphs: str = "none"

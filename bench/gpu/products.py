@@ -91,7 +91,9 @@ def _w4a16(setting: Setting, num_tokens: int, tolerance: float) -> Case:
     moved = n_in * n_out // 2 + 4 * packed.scales.numel() + (x.numel() + out.numel()) * dtype.itemsize
     label, flops = f"{num_tokens} x {n_in} x {n_out}", 2 * num_tokens * n_in * n_out
     rivals = {"bf16": lambda: F.linear(x, dense)}
-    return Case("w4a16 linear", label, lambda: matrix(x, out, sms), oracle, tolerance, moved, flops, rivals=rivals)
+    return Case(
+        "w4a16 linear", label, lambda: matrix.multiply(x, out, sms), oracle, tolerance, moved, flops, rivals=rivals
+    )
 
 
 def _moe(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool, tolerance: float) -> Case:

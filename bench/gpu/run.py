@@ -6,6 +6,7 @@
     python bench/gpu/run.py --part engine          decode steps against the floor of the memory; nano-vllm's benchmark
     python bench/gpu/run.py --part ablation        graphs, overlap, inputs ... switched back one by one; V0 against V1
     python bench/gpu/run.py --part peers           nano-vllm's benchmark on every engine that is installed
+    python bench/gpu/run.py --part tune            the fastest tile of each attention launch: a file for kernels/tuned
     python bench/gpu/run.py --part engine --device cpu     tiny shapes; kernels then want TRITON_INTERPRET=1
 
 A part begins nothing new after --seconds, so that it ends within 8 minutes. What fails is a row with its error. With no
@@ -39,6 +40,7 @@ PARTS = {  # "module:function": kernels alone need no more than torch and triton
     "engine": "engine:engine",
     "ablation": "ablation:ablation",
     "peers": "rivals:peers",
+    "tune": "tune:tune",
 }
 HIDDEN = ("spread", "settings", "how", "changes", "kv_bytes")  # of the table: the JSON has them
 
@@ -88,7 +90,7 @@ def arguments():
         args.overrides = parse_set(args.set)
     if args.device == "cuda" and not torch.cuda.is_available():
         options.error("no CUDA device that this torch can use: --device cpu runs tiny shapes")
-    if args.part in ("correctness", "kernels", "attention") and (why := obstacle(args)) is not None:
+    if args.part in ("correctness", "kernels", "attention", "tune") and (why := obstacle(args)) is not None:
         options.error(why)
     return args
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from minivllm.compile.context import ForwardContext, attending_by, current
+from minivllm.compile.context import ForwardContext, Turn, attending_by, current
 
 if TYPE_CHECKING:
     from minivllm.attention.base import AttentionSpec
@@ -24,31 +24,26 @@ class Break:
     """One attention of a forward."""
 
     context: ForwardContext  # of the step that it was met in
-    q: Tensor  # [T, heads, head_size]
-    k: Tensor  # [T, kv_heads, head_size]
-    v: Tensor  # like k
+    inputs: tuple[Tensor, ...]  # q, k, v; or qkv and positions: what a later step has other numbers of
+    call: Callable[[ForwardContext, tuple[Tensor, ...]], None]  # attends these by a step's metadata
     kv: Tensor
     layer: AttentionSpec
-    out: Tensor  # like q
+    out: Tensor  # [T, heads, head_size]
 
     def attend(self) -> None:
-        self._attend(self.context)
+        self.call(self.context, self.inputs)
 
     def attend_now(self) -> None:
         """With the metadata of the step that runs now."""
-        context = current()
-        self._attend(context)
+        self.call(current(), self.inputs)
 
     def attend_for(self, other: Break) -> None:
         """What `other`, the same attention of a later step, would do, on the tensors that this one has kept."""
         assert self.layer == other.layer and self.kv.data_ptr() == other.kv.data_ptr(), "another layer, or its cache"
-        for kept, new in ((self.q, other.q), (self.k, other.k), (self.v, other.v)):
+        for kept, new in zip(self.inputs, other.inputs, strict=True):
             kept.copy_(new)
-        self._attend(other.context)
+        self.call(other.context, self.inputs)
         other.out.copy_(self.out)
-
-    def _attend(self, context: ForwardContext) -> None:
-        context.backend.forward(self.q, self.k, self.v, self.kv, context.meta, self.layer, self.out)
 
 
 class _Breaking:
@@ -59,7 +54,17 @@ class _Breaking:
         self._interrupt = interrupt
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: Any, layer: Any, out: Tensor) -> None:
-        self._interrupt(Break(self._context, q, k, v, kv, layer, out))
+        def call(context: ForwardContext, inputs: tuple[Tensor, ...]) -> None:
+            context.backend.forward(*inputs, kv, context.meta, layer, out)
+
+        self._interrupt(Break(self._context, (q, k, v), call, kv, layer, out))
+
+    def turn_and_attend(self, qkv: Tensor, turn: Turn, kv: Tensor, meta: Any, layer: Any, out: Tensor) -> None:
+        def call(context: ForwardContext, inputs: tuple[Tensor, ...]) -> None:
+            own, positions = inputs
+            context.backend.turn_and_attend(own, turn._replace(positions=positions), kv, context.meta, layer, out)
+
+        self._interrupt(Break(self._context, (qkv, turn.positions), call, kv, layer, out))
 
 
 def broken_at_attention(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,4 +78,38 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     run = _attend_op if _current.get(None) is None else _attend_into
     run(q, k, v, out, layer)
+    return out
+
+
+class Turn(NamedTuple):
+    """How q and k are normed and rotated."""
+
+    positions: Tensor  # [T] int64
+    cos: Tensor  # [max_position, head_size / 2]
+    sin: Tensor  # like cos
+    weight: Tensor | None  # [2, head_size]: of q's RMSNorm and of k's; None: no norm
+    eps: float
+
+
+def _attend_turned_into(
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, out: Tensor, layer: int
+) -> None:
+    context, turn = _current.get(), Turn(positions, cos, sin, weight, eps)
+    context.backend.turn_and_attend(qkv, turn, context.kv_caches[layer], context.meta, context.layers[layer], out)
+
+
+_attend_turned_op = opaque(
+    "attend_turned(Tensor qkv, Tensor positions, Tensor cos, Tensor sin, Tensor? weight, float eps, Tensor(a!) out, "
+    "int layer) -> ()",
+    _attend_turned_into,
+    lambda *_: None,
+)
+
+
+def attend_turned(qkv: Tensor, turn: Turn, num_heads: int, layer: int) -> Tensor:
+    """As attend, of q, k and v [T, heads + 2 kv_heads, head_size] as the product gave them: for a backend that norms,
+    rotates and writes them to the cache in one launch (`turn_and_attend`). -> [T, heads, head_size]."""
+    out = qkv.new_empty(qkv.shape[0], num_heads, qkv.shape[2])
+    run = _attend_turned_op if _current.get(None) is None else _attend_turned_into
+    run(qkv, *turn, out, layer)
     return out

@@ -139,6 +139,9 @@ class StaticAttention:
         self._sizes = sizes
         self._held: dict[int, Any] = {}  # by size
 
+    def turn_and_attend(self, *args: Any) -> None:
+        self.inner.turn_and_attend(*args)
+
     def prepare(self, batch: InputBatch) -> Any:
         if not batch.whole:
             return self.inner.prepare(batch)
