@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from minivllm.compile.context import aside
 from minivllm.kernels.cpu import lora as cpu_kernel
 from minivllm.layers.linear import Linear, QuantMethod
 
@@ -174,5 +175,5 @@ class LoRAMethod:
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         y = self.inner.apply(layer, x)
-        self.products.add(y, x)
+        aside(self.products.add, y, x)
         return y
