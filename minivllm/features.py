@@ -495,13 +495,9 @@ CONFLICTS: tuple[Conflict, ...] = (
         for option in ("background", "wait")
     ),
     *(
-        conflict
+        Conflict(("forward", "fused"), ("graphs", graphs), "its C++ calls are for CPUs, which have no graphs")
         for graphs in GRAPHS.names()
         if graphs != "none"
-        for conflict in (
-            Conflict(("forward", "fused"), ("graphs", graphs), "its C++ calls are for CPUs, which have no graphs"),
-            Conflict(("graphs", graphs), ("lora", True), "a capture would keep the adapters of its own step"),
-        )
     ),
     *(
         Conflict(("overlap", 2), ("spec_decode", method), "how far a guess went is known only when its step has ended")

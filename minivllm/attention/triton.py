@@ -35,7 +35,7 @@ class _Meta(NamedTuple):
 
 
 class TritonAttention:
-    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "decode"
+    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "uniform"
     kv_layout: ClassVar[str] = HND
     int8_kv: ClassVar[bool] = True
     block_axis: ClassVar[int] = 1

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from minivllm.compile.context import aside
 from minivllm.kernels.cpu import lora as cpu_kernel
 from minivllm.layers.linear import Linear, QuantMethod, Unquantized
 
@@ -258,5 +259,5 @@ class LoRAMethod:
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         y = self.inner.apply(layer, x)
-        self.products.add(y, x)
+        aside(self.products.add, y, x)
         return y

@@ -36,6 +36,9 @@ class NoAdapters:
         if key:
             raise AdapterError(f'the request names LoRA adapter "{key}", and LoRA is off (lora.enabled)')
 
+    def are_used_by(self, rows: Iterable[int]) -> bool:
+        return False
+
     def prepare(self, rows: np.ndarray, query_start: np.ndarray) -> None:
         pass  # no layer asks for groups
 
@@ -124,6 +127,10 @@ class AdapterSlots:
 
     def join(self, row: int, key: str) -> None:
         self._number_in[row] = self._loaded[key].number if key else NO_ADAPTER
+
+    def are_used_by(self, rows: Iterable[int]) -> bool:
+        """Whether some request of these rows has an adapter."""
+        return any(self._number_in[row] != NO_ADAPTER for row in rows)
 
     def prepare(self, rows: np.ndarray, query_start: np.ndarray) -> None:
         """Group the tokens of this step by slot, bringing in the adapters that have none. Both as in InputBatch."""

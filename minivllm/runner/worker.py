@@ -257,7 +257,9 @@ class Worker:
         if asked == "auto":  # fused says why where it stays eager
             asked = "fused" if graphs == "none" else "eager"
         make, options = self.parts.forwards.get(asked), self._forward_options(sizes.max_model_len)
-        return self.parts.graphs.get(graphs)(Setting(make, model, self.device, options, backend, sizes))
+        spec_decode = self.config.spec_decode
+        num_drafts = 0 if spec_decode.method == "none" else spec_decode.k
+        return self.parts.graphs.get(graphs)(Setting(make, model, self.device, options, backend, sizes, num_drafts))
 
     def _forward_options(self, max_model_len: int) -> ForwardOptions:
         config = self.config
@@ -336,8 +338,8 @@ class Worker:
     def _calibrate(self) -> None:
         """Time forwards of several sizes, so that drafts are only computed where they save time."""
         most, logits = self.config.scheduler.max_num_batched_tokens, self.runner.model.logits
-        padded = {n: self.runner.forward.key_for(1, n, n).num_tokens for n in STEP_SIZES if n <= most}
-        dummies = {n: self._dummies.make(size) for n, size in padded.items()}
+        key_for = self.runner.forward.key_for
+        dummies = {n: self._dummies.make(*key_for(1, n, n)) for n in STEP_SIZES if n <= most}
         with torch.inference_mode():
             tries = [  # in turns, so that a busy moment of the machine does not meet one size alone
                 {n: dummy.num_tokens * measure_prefill(self.runner, dummy, 1, logits) for n, dummy in dummies.items()}

@@ -46,7 +46,7 @@ def test_attend_turned():
     turn = Turn(positions, angles.cos(), angles.sin(), None, 0.5)
     qkv = torch.cat(inputs, 1)
     with forward_context(context):
-        arguments = (qkv, *turn, torch.zeros_like(inputs[0]), 0)
+        arguments = (qkv, positions, torch.zeros_like(inputs[0]), *turn[1:], 0)
         checks = torch.library.opcheck(torch.ops.minivllm.attend_turned.default, arguments)
         cos, sin = (table[positions][:, None] for table in turn[1:3])
         q, k = (rotate(x, cos, sin) for x in inputs[:2])
