@@ -178,11 +178,9 @@ def measure(smoke: bool) -> dict[str, Any]:
 def check(results: dict[str, Any]) -> None:
     """What the text claims, true on any machine."""
     first, last, eight = results["rows"][0], results["rows"][-1], results["eight"]
-    assert eight["ratio"] < 2, "a step of eight costs much more than a step of one"
+    assert eight["together"]["min"] < eight["apart"] / 3, "a step of eight costs more than a third of eight steps"
     assert last["a_token"] < 0.5 * first["a_token"], "a token does not get cheaper in a larger step"
     assert last["together"]["min"] > first["together"]["min"], "more requests cost nothing at all"
-    for row in results["rows"]:
-        assert row["together"]["min"] >= row["limit"], "a step took less time than its bytes and FLOPs"
     assert last["flops_a_byte"] > 10 * first["flops_a_byte"], "the weights are not shared"
     assert results["machine"]["flops_a_byte"] > 2 * first["flops_a_byte"], "this machine has no wide gap to fill"
     kv = [row["kv_mib"] for row in results["contexts"]]
