@@ -84,6 +84,11 @@ def figure(text: str) -> tuple[str, str]:
     return source, format(value, form)
 
 
+def command(source: str) -> str:
+    """How to measure it again. The place of the results, which is no part of the measurement, may not be written down."""
+    return load(source)["command"].removesuffix(" --record").removesuffix(" --out")
+
+
 def provenance(source: str) -> str:
     """Where and when it was measured, in a line."""
     record = load(source)
