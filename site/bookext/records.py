@@ -85,7 +85,7 @@ def figure(text: str) -> tuple[str, str]:
 
 
 def command(source: str) -> str:
-    """How to measure it again. The place of the results, which is no part of the measurement, may not be written down."""
+    """How to measure it again. Where its results went is no part of that, and may have been cut off."""
     return load(source)["command"].removesuffix(" --record").removesuffix(" --out")
 
 

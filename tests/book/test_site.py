@@ -188,8 +188,8 @@ def test_the_map_has_every_part_and_points_down():
 
 # ---------------------------------------------------------------------------------------- in a browser
 
-# Every page is audited in each colour scheme at each width. The contrast of everything, which takes longer than the rest
-# together, is looked at once a scheme; at its other width that of what is not shown at the first.
+# Every page is audited in each colour scheme at each width. Contrast takes longer than all the rest: it is looked at
+# everywhere once a scheme, and at the other width in what is not shown at the first.
 WHOLLY = {"light": 1280, "dark": 390}
 WIDTHS = (1280, 390)
 AT_ONE_WIDTH = [".on-desk", ".on-phone", ".mobile-header", ".toc-drawer"]

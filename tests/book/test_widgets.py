@@ -18,6 +18,7 @@ from minivllm.runner.inputs_persistent import PersistentInputs
 from minivllm.trace import plan_of
 
 RUNS = list(SCENES)
+TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-rows", "mv-tokens", "mv-guesses", "mv-roofline", "mv-chart"]
 MEASURED = json.loads((Path(__file__).parent / "fixtures" / "roof.json").read_text())["results"]["rows"]
 
 # ---------------------------------------------------------------------------------------- the replay
@@ -292,13 +293,41 @@ def test_the_points_that_are_seen_at_step_k_are_the_results(page):
             assert cursor == pytest.approx(dots[k], abs=0.2), f"{tag}, point {k}"
 
 
+# What is in each of these slots of the first widget of a kind, after step k, and what who hears its slider is told. A
+# slot that a kind does not draw has null.
+FILLED = """([tag, k, slots]) => {
+  const widget = document.querySelector(tag);
+  widget.show(k);
+  const held = slots.map((slot) => {
+    const [name, place] = slot.split("@"), element = widget.querySelector(`[data-slot="${name}"]`);
+    if (!element) return null;
+    if (!place) return element.textContent;
+    return place.startsWith("--") ? element.style.getPropertyValue(place) : element.getAttribute(place);
+  });
+  return [held, widget.querySelector("input").getAttribute("aria-valuetext")];
+}"""
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_every_slot_at_every_step_holds_what_python_worked_out(page, gallery, tag):
+    """Colours, bars and cursors too. What Python works out is held against the replay in the tests above."""
+    source = (gallery / "index.html").read_text().partition(f"<{tag} ")[2]
+    data = json.loads(source.partition('<script type="application/json">')[2].partition("</script>")[0])
+    now = data["frames"][0]
+    for k, row in enumerate(data["frames"]):
+        now = [old if value == 0 else value for value, old in zip(row, now, strict=True)]
+        if k % 3 == 0 or k == len(data["frames"]) - 1:
+            held, heard = page.evaluate(FILLED, [tag, k, data["slots"]])
+            wanted = dict(zip(data["slots"], now, strict=True))
+            drawn = {slot: value for slot, value in zip(data["slots"], held, strict=True) if value is not None}
+            assert drawn == {slot: wanted[slot] for slot in drawn} and len(drawn) >= len(wanted) - 1, f"step {k}"
+            assert heard == wanted.get("said", wanted.get("time"))
+
+
 def test_a_roof_says_what_bounds_a_point(page):
     assert "set by the memory" in page.evaluate(SHOW, ["mv-roofline", 0])["said"]
     last = page.evaluate(SHOW, ["mv-roofline", 2])["said"]
     assert "32 FLOP for each byte" in last and "set by the arithmetic" in last and "measured: 80 GFLOP/s" in last
-
-
-TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-rows", "mv-tokens", "mv-guesses", "mv-roofline", "mv-chart"]
 
 
 @pytest.mark.parametrize("tag", TAGS)
