@@ -38,8 +38,8 @@ class RunOutput(Directive):
 
     def build(self) -> list[nodes.Node]:
         source = self.arguments[0]
-        command = self.used(source)["command"].removesuffix(" --record")
-        text = f"$ {command}\n" + (harness.RESULTS / f"{source}.txt").read_text()
+        self.used(source)
+        text = f"$ {records.command(source)}\n" + (harness.RESULTS / f"{source}.txt").read_text()
         caption = nodes.paragraph("", records.provenance(source), classes=["caption"])
         return [self.box("run-output", nodes.literal_block(text, text, language="text"), caption)]
 
@@ -220,9 +220,11 @@ class Rerun(Directive):
     required_arguments = 1
 
     def build(self) -> list[nodes.Node]:
-        record = self.used(self.arguments[0])
-        block = nodes.literal_block(f"$ {record['command']}", f"$ {record['command']}", language="console")
-        return [nodes.paragraph("", records.provenance(self.arguments[0]), classes=["caption"]), block]
+        source = self.arguments[0]
+        self.used(source)
+        command = f"$ {records.command(source)}"
+        block = nodes.literal_block(command, command, language="console")
+        return [nodes.paragraph("", records.provenance(source), classes=["caption"]), block]
 
 
 class Sources(Directive):
@@ -232,7 +234,7 @@ class Sources(Directive):
         items = nodes.bullet_list()
         for source in self.env.current_document.get(USED, {}):
             where = nodes.paragraph("", f"{source}: {records.provenance(source)}; again by ")
-            where += nodes.literal(text=records.load(source)["command"])
+            where += nodes.literal(text=records.command(source))
             items += nodes.list_item("", where)
         return [self.box("sources", nodes.paragraph("", "The numbers of this page were measured, not typed:"), items)]
 

@@ -85,6 +85,11 @@ def figure(text: str) -> tuple[str, str]:
     return source, format(value, form)
 
 
+def command(source: str) -> str:
+    """How to measure it again. Where its results went is no part of that, and may have been cut off."""
+    return load(source)["command"].removesuffix(" --record").removesuffix(" --out")
+
+
 def provenance(source: str) -> str:
     """Where and when it was measured, in a line."""
     record = load(source)
