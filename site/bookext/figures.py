@@ -144,7 +144,7 @@ class Ablation(Directive):
             bars = stacked(bars)
             bars += [ratio_of(row["ratios"], metric, "together") for row in found if row["kind"] == "whole"]
         unit = "times as much" if metric == "own" else f"{metric}, times as much"
-        head = ("switch", "from", "to", "workload", "metric", "ratio", "low", "high", "")
+        head = ("switch", "from", "to", "ratio", "low", "high", "verdict", "workload", "metric")
         drawn = html(charts.waterfall(bars, unit))
         table = html(charts.table(head, [self.cells(row, metric) for row in rows]))
         return [self.box("chart", drawn, self.caption()), table]
@@ -158,7 +158,7 @@ class Ablation(Directive):
         ratio, changes = row["ratios"][name], row["changes"]
         ends = [", ".join(str(change[i]) for change in changes.values()) for i in (0, 1)]
         figures = [f"{ratio[key]:.2f}" for key in ("ratio", "low", "high")]
-        return [row["switch"], *ends, row["workload"], name, *figures, ratio["verdict"] or "neither"]
+        return [row["switch"], *ends, *figures, ratio["verdict"] or "neither", row["workload"], name]
 
 
 def ratio_of(found: dict[str, Any], name: str, title: str) -> charts.Ratio:
