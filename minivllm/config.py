@@ -119,6 +119,8 @@ class DebugConfig(Section):
 
 
 class EngineConfig(Section):
+    """Every option of an engine, in sections. Built once, by build(), and never changed."""
+
     preset: str = "v1"
     model: ModelConfig = ModelConfig()
     kv: KVConfig = KVConfig()
@@ -155,6 +157,7 @@ class EngineConfig(Section):
             raise ConfigError(_in_words(str(e), tree)) from None
 
     def get(self, dotted: str) -> Any:
+        """The value of "section.field". Raises AttributeError for what does not exist."""
         section, _, name = dotted.partition(".")
         return getattr(getattr(self, section), name)
 
