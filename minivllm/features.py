@@ -397,7 +397,8 @@ FEATURES: tuple[Feature, ...] = (
         "engine.core",
         ("inproc", "process"),
         "inproc",
-        "where the engine core steps: beside the front end, or in a process of its own, which nothing delays (V1)",
+        "where the engine core steps: beside the front end, or in a process of its own, which nothing delays (V1; the "
+        "server's default)",
         chapter="12",
         workload="fixed",
         metric="throughput",
