@@ -58,6 +58,7 @@ def main() -> None:
     params = {name: getattr(args, name) for name in shown}
     results = {"gpu": card(device), "clocks_before": before, "rows": list(rows), "targets": verdicts}
     emit(f"gpu_{args.part}", params, results, args.out and args.out / f"{args.part}.jsonl")
+    sys.stdout.flush()  # the table comes last also where both streams are one
     if partial is not None:
         partial.unlink(missing_ok=True)
     table(rows)

@@ -20,10 +20,10 @@ TRITON = {kernel.name for kernel in KERNELS if kernel.family == "triton"}
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: minivllm[gpu]")
 
 
-def run(*args: str, **env: str) -> subprocess.CompletedProcess:
+def run(*args: str, stderr: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "bench/gpu/run.py", "--device", "cpu", *args]
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
+    env, pipes = os.environ | {"PYTHONPATH": str(ROOT)} | env, {"stdout": subprocess.PIPE, "stderr": stderr}
+    return subprocess.run(command, cwd=ROOT, env=env, text=True, timeout=250, **pipes)
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +104,13 @@ def test_without_a_gpu_and_without_the_interpreter_it_says_what_to_do():
     assert done.returncode == 2 and "TRITON_INTERPRET=1" in done.stderr
 
 
-def test_what_would_come_too_late_is_not_begun():
-    done = run("--part", "engine", "--seconds", "0")
-    rows = json.loads(done.stdout)["results"]["rows"]
-    assert done.returncode == 1 and "left out" in rows[0]["error"]
+def test_what_would_come_too_late_is_not_begun_and_the_targets_come_last():
+    done = run("--part", "engine", "--seconds", "0", stderr=subprocess.STDOUT)
+    lines = done.stdout.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.startswith("{"))
+    found = json.loads(lines[place])["results"]
+    assert done.returncode == 1 and "left out" in found["rows"][0]["error"]
+    assert lines[-1].startswith("1 of 2 rows failed") and lines[-2].startswith(found["targets"][-1]["target"])
 
 
 @pytest.mark.parametrize(
