@@ -79,7 +79,7 @@ def do_exercise(folder: Path, work: Path) -> int:
             shutil.copy(folder / name, work / name)
     print(f"edit {work / 'exercise.py'}, then run this again", file=sys.stderr)
     tests = str((work / "test_exercise.py").resolve())
-    quiet = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # they would leave folders where the reader works
+    quiet = ["--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark"]  # these two would leave folders here
     return python(["-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(work), *quiet, tests])
 
 

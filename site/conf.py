@@ -14,7 +14,7 @@ version = release = __version__
 extensions = ["myst_parser", "bookext"]
 root_doc = "index"
 include_patterns = ["*.md", "ch*/index.md", "reference/*.md"]
-myst_enable_extensions = ["colon_fence", "attrs_block"]
+myst_enable_extensions = ["colon_fence", "attrs_block", "deflist"]
 myst_heading_anchors = 3
 nitpicky = True
 smartquotes_action = "qe"  # "--set" stays two hyphens

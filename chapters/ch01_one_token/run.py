@@ -145,6 +145,7 @@ def check(results: dict[str, Any]) -> None:
     assert repr(results["next"]) == rows[0]["text"], "the token that came out is not the likeliest one"
     assert results["likely"]["sum_percent"] < 100, "a handful of tokens has all of the probability"
     assert results["model_percent"] > 80, "the model is not where the time goes"
+    assert max(results["stages"], key=lambda at: results["stages"][at]["min"]) == "the layers", "nor are the layers"
     assert results["growth_ratio"] > 1.5, "a longer text does not take longer"
     story = results["story"]
     for option, token_ids in results["same"]["token_ids"].items():

@@ -17,28 +17,32 @@ def tokens(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, HEADS, HEAD_SIZE), torch.randn(n, HEADS, HEAD_SIZE)
 
 
+def assert_holds(found: tuple[torch.Tensor, torch.Tensor], parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """What append gave back is the keys and values of these parts, one behind the other."""
+    for name, got, wanted in zip(("keys", "values"), found, map(torch.cat, zip(*parts, strict=True)), strict=True):
+        assert len(got) == len(wanted), f"{len(got)} {name} came back, of {len(wanted)} tokens so far"
+        wrong = [i for i in range(len(wanted)) if not torch.equal(got[i], wanted[i])]
+        assert not wrong, f"{name} of tokens {wrong} are not those that went in"
+
+
 def test_what_goes_in_comes_out_in_order():
     cache = KVCache(CAPACITY, HEADS, HEAD_SIZE)
     parts = [tokens(n) for n in (3, 1, 1, 2)]
     for i, (k, v) in enumerate(parts, 1):
-        keys, values = cache.append(k, v)
-        assert torch.equal(keys, torch.cat([k for k, _ in parts[:i]]))
-        assert torch.equal(values, torch.cat([v for _, v in parts[:i]]))
+        assert_holds(cache.append(k, v), parts[:i])
 
 
 def test_tokens_that_do_not_fit_are_refused_and_change_nothing():
     cache = KVCache(CAPACITY, HEADS, HEAD_SIZE)
-    k, v = tokens(CAPACITY - 1)
-    cache.append(k, v)
+    most, last = tokens(CAPACITY - 1), tokens(1)
+    cache.append(*most)
     try:
         cache.append(*tokens(2))
     except ValueError:
         pass
     else:
         raise AssertionError("two tokens went into room for one")
-    last_k, last_v = tokens(1)
-    keys, values = cache.append(last_k, last_v)
-    assert torch.equal(keys, torch.cat([k, last_k])) and torch.equal(values, torch.cat([v, last_v]))
+    assert_holds(cache.append(*last), [most, last])
 
 
 def test_nothing_is_copied():
@@ -46,8 +50,8 @@ def test_nothing_is_copied():
     cache = KVCache(CAPACITY, HEADS, HEAD_SIZE)
     first, _ = cache.append(*tokens(2))
     second, values = cache.append(*tokens(1))
-    assert first.data_ptr() == second.data_ptr() == cache.keys.data_ptr()
-    assert values.data_ptr() == cache.values.data_ptr()
+    assert first.data_ptr() == second.data_ptr() == cache.keys.data_ptr(), "the keys that came back are a copy"
+    assert values.data_ptr() == cache.values.data_ptr(), "the values that came back are a copy"
 
 
 def test_any_split_of_a_text_gives_the_same_logits():

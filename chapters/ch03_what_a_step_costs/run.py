@@ -115,6 +115,8 @@ def measure(smoke: bool) -> dict[str, Any]:
     spec = resolve(DEFAULT_MODEL).spec
     sizes, num_new = (SMOKE_SIZES, SMOKE_NEW) if smoke else (SIZES, NUM_NEW)
     seconds = 0.3 if smoke else 2.0
+    note("  what the machine can do")
+    bytes_a_second = bandwidth(seconds)  # now and once more at the end: what else runs may disturb one of the two
     dtype, measured = "", {}
     refused: dict[str, str] = {}
     for option in OPTIONS:
@@ -123,7 +125,7 @@ def measure(smoke: bool) -> dict[str, Any]:
         except ConfigError as e:  # packed weights need the C++ kernels
             refused[option] = str(e)
     note("  what the machine can do")
-    machine = {"bandwidth": bandwidth(seconds), "flops": arithmetic(DTYPES[dtype], seconds)}
+    machine = {"bandwidth": max(bytes_a_second, bandwidth(seconds)), "flops": arithmetic(DTYPES[dtype], seconds)}
     size = DTYPES[dtype].itemsize
     one = measured["none"][1]["min"]
     rows = []
@@ -176,7 +178,7 @@ def measure(smoke: bool) -> dict[str, Any]:
 def check(results: dict[str, Any]) -> None:
     """What the text claims, true on any machine."""
     first, last, eight = results["rows"][0], results["rows"][-1], results["eight"]
-    assert eight["together"]["min"] < 0.7 * eight["apart"], "a step of eight is no cheaper than eight steps"
+    assert eight["together"]["min"] < eight["apart"] / 3, "a step of eight costs more than a third of eight steps"
     assert last["a_token"] < 0.5 * first["a_token"], "a token does not get cheaper in a larger step"
     assert last["together"]["min"] > first["together"]["min"], "more requests cost nothing at all"
     assert last["flops_a_byte"] > 10 * first["flops_a_byte"], "the weights are not shared"

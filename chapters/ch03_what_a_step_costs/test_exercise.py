@@ -21,15 +21,14 @@ class Counter:
     """Watches a network: the multiplications and additions of its linear layers and of its attention."""
 
     def __init__(self, model: nn.Module):
-        self.flops = 0
-        self.kv_numbers = 0
+        self.matrices = self.attention = self.kv_numbers = 0
         for module in model.modules():
             if hasattr(module, "method"):  # a linear layer, the LM head among them
                 module.register_forward_hook(self.on_linear)
 
     def on_linear(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         (x,) = args
-        self.flops += 2 * x.shape[0] * x.shape[1] * out.shape[1]
+        self.matrices += 2 * x.shape[0] * x.shape[1] * out.shape[1]
 
 
 class CountingCache:
@@ -42,7 +41,7 @@ class CountingCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.k, self.v = torch.cat([self.k, k]), torch.cat([self.v, v])
         seen = int(visible(len(k), len(self.k), None, k.device).sum())
-        self.counter.flops += seen * self.layer.num_heads * 4 * self.layer.head_size
+        self.counter.attention += seen * self.layer.num_heads * 4 * self.layer.head_size
         self.counter.kv_numbers += self.k.numel() + self.v.numel()
         return self.k, self.v
 
@@ -51,16 +50,20 @@ def counted(*texts: tuple[int, int]) -> Counter:
     """What the network does for requests of (tokens now, tokens computed before)."""
     model = load_model("dummy:tiny", torch.float32, "cpu").model
     counter = Counter(model)
-    total = [0, 0]
     for now, before in texts:
         request = OneRequest(model, lambda layer: CountingCache(counter, layer))
+        earlier = vars(counter).copy()
         if before:
             request.next_token([3] * before)
-        counter.flops = counter.kv_numbers = 0
+        vars(counter).update(earlier)  # what came before this step is not part of it
         request.next_token([3] * now)
-        total = [total[0] + counter.flops, total[1] + counter.kv_numbers]
-    counter.flops, counter.kv_numbers = total
     return counter
+
+
+def assert_flops(*requests: tuple[int, int]) -> None:
+    did, said = counted(*requests), step_cost(SPEC, requests).flops
+    told = f"for {requests} the network did {did.matrices:,} FLOPs in its matrices and {did.attention:,} in attention"
+    assert said == did.matrices + did.attention, told
 
 
 def weights() -> int:
@@ -70,24 +73,24 @@ def weights() -> int:
 
 def test_the_flops_of_one_token_are_those_that_the_network_did():
     for before in (0, 1, 20):
-        assert step_cost(SPEC, [(1, before)]).flops == counted((1, before)).flops
+        assert_flops((1, before))
 
 
 def test_the_flops_of_a_prompt_and_of_a_piece_of_one():
     for request in ((12, 0), (5, 7)):
-        assert step_cost(SPEC, [request]).flops == counted(request).flops
+        assert_flops(request)
 
 
 def test_the_flops_of_a_batch_are_those_of_its_requests():
-    batch = [(1, 9), (4, 0), (3, 6)]
-    assert step_cost(SPEC, batch).flops == counted(*batch).flops
+    assert_flops((1, 9), (4, 0), (3, 6))
 
 
 def test_a_batch_reads_the_weights_once_and_each_requests_k_and_v():
     batch = [(1, 9), (4, 0), (3, 6)]
     kv = counted(*batch).kv_numbers
-    assert step_cost(SPEC, batch, weight_bytes=4, kv_bytes=2).bytes == 4 * weights() + 2 * kv
-    assert step_cost(SPEC, batch, weight_bytes=1, kv_bytes=4).bytes == weights() + 4 * kv
+    told = f"there are {weights():,} weights, and {kv:,} numbers of K and V"
+    assert step_cost(SPEC, batch, weight_bytes=4, kv_bytes=2).bytes == 4 * weights() + 2 * kv, told
+    assert step_cost(SPEC, batch, weight_bytes=1, kv_bytes=4).bytes == weights() + 4 * kv, told
 
 
 def test_a_tied_lm_head_is_read_like_any_other():

@@ -43,7 +43,9 @@ def test_rows_have_their_own_top_p_and_need_not_sum_to_one():
     noise = torch.full_like(probs, 1e6)
     noise[:, 4] = 1e-6  # token 4 wins wherever it is kept
     tokens = sample_top_p(probs, torch.tensor([0.5, 0.6, 0.5]), noise).tolist()
-    assert tokens[1] == 4 and tokens[0] != 4 and tokens[2] != 4
+    assert tokens[1] == 4, "a top_p of 0.6 keeps token 4, in a row that sums to 7 too"
+    assert tokens[0] != 4, "a top_p of 0.5 does not keep token 4"
+    assert tokens[2] != 4, "a top_p of 0.5 does not keep token 4, in a row that sums to 0.1 either"
 
 
 def test_tokens_come_as_often_as_they_should():
@@ -54,6 +56,8 @@ def test_tokens_come_as_often_as_they_should():
     likely = torch.where(PROBS >= 0.08, PROBS, 0)  # those before the last of these have 0.81 of the mass
     expected = num * likely / likely.sum()
     seen = torch.bincount(tokens, minlength=len(PROBS))
-    assert seen[expected == 0].sum() == 0
+    assert seen[expected == 0].sum() == 0, "tokens were drawn that had been cut off"
     some = expected > 0
-    assert ((seen - expected)[some] ** 2 / expected[some]).sum() < 25  # by chance once in twenty thousand runs
+    chi_square = ((seen - expected)[some] ** 2 / expected[some]).sum()
+    # Above 25 by chance once in twenty thousand runs.
+    assert chi_square < 25, f"seen {seen.tolist()}, expected {expected.round().int().tolist()}"

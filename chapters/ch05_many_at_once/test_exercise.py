@@ -28,7 +28,8 @@ def test_everybody_gets_what_they_want_without_a_break():
     steps = serve(3, lengths)
     for name, num in lengths.items():
         served = [i for i, names in enumerate(steps) if name in names]
-        assert len(served) == num and served[-1] - served[0] == num - 1, name
+        assert len(served) == num, f"{name} wanted {num} tokens and got {len(served)}"
+        assert served[-1] - served[0] == num - 1, f"{name} had to pause: it got its tokens in steps {served}"
 
 
 def test_no_seat_is_idle_while_somebody_waits():

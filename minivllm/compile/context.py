@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,4 +90,41 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         _attend_op(q, k, v, out, layer)
     else:
         aside(_attend_into, q, k, v, out, layer=layer)
+    return out
+
+
+class Turn(NamedTuple):
+    """How q and k are normed and rotated."""
+
+    positions: Tensor  # [T] int64
+    cos: Tensor  # [max_position, head_size / 2]
+    sin: Tensor  # like cos
+    weight: Tensor | None  # [2, head_size]: of q's RMSNorm and of k's; None: no norm
+    eps: float
+
+
+def _attend_turned_into(
+    qkv: Tensor, positions: Tensor, out: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, layer: int
+) -> None:
+    context, turn = _current.get(), Turn(positions, cos, sin, weight, eps)
+    context.backend.turn_and_attend(qkv, turn, context.kv_caches[layer], context.meta, context.layers[layer], out)
+
+
+_attend_turned_op = opaque(
+    "attend_turned(Tensor qkv, Tensor positions, Tensor(a!) out, Tensor cos, Tensor sin, Tensor? weight, float eps, "
+    "int layer) -> ()",
+    _attend_turned_into,
+    lambda *_: None,
+)
+
+
+def attend_turned(qkv: Tensor, turn: Turn, num_heads: int, layer: int) -> Tensor:
+    """As attend, of q, k and v [T, heads + 2 kv_heads, head_size] as the product gave them: for a backend that norms,
+    rotates and writes them to the cache in one launch (`turn_and_attend`). -> [T, heads, head_size]."""
+    out = qkv.new_empty(qkv.shape[0], num_heads, qkv.shape[2])
+    positions, cos, sin, weight, eps = turn
+    if _current.get(None) is None:
+        _attend_turned_op(qkv, positions, out, cos, sin, weight, eps, layer)
+    else:
+        aside(_attend_turned_into, qkv, positions, out, cos=cos, sin=sin, weight=weight, eps=eps, layer=layer)
     return out

@@ -25,9 +25,11 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
+    """One text's vector."""
+
     request_id: str
     prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
+    outputs: EmbeddingOutput  # .embedding: list[float], at unit length if the model says so
     finished: bool = True
 
 
@@ -38,9 +40,11 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class ScoringRequestOutput:
+    """How well one document answers its query."""
+
     request_id: str
     prompt_token_ids: list[int]  # of the document, or of the pair
-    outputs: ScoringOutput
+    outputs: ScoringOutput  # .score: float
     finished: bool = True
 
 

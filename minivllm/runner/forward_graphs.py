@@ -159,6 +159,9 @@ class StaticAttention:
         self._sizes = sizes
         self._held: dict[BatchKey, Any] = {}
 
+    def turn_and_attend(self, *args: Any) -> None:
+        self.inner.turn_and_attend(*args)
+
     def prepare(self, batch: InputBatch) -> Any:
         if not batch.whole:
             return self.inner.prepare(batch)

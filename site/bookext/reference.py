@@ -94,17 +94,25 @@ def split_arguments(text: str) -> list[str]:
 
 
 def fields(node: ast.ClassDef, lines: list[str]) -> list[nodes.Node]:
-    """A table of the annotated fields, with the comment behind each."""
+    """A table of the annotated fields, with the comments above and behind each."""
     rows = []
     for child in node.body:
         if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
-            comment = lines[child.end_lineno - 1].partition("  # ")[2]
+            comment = " ".join([*above(child.lineno - 1, lines), lines[child.end_lineno - 1].partition("  # ")[2]])
             default = ast.unparse(child.value) if child.value else ""
-            rows.append((child.target.id, ast.unparse(child.annotation), default, comment))
+            rows.append((child.target.id, ast.unparse(child.annotation), default, comment.strip()))
     head = ("field", "type", "default", "what")
     if not any(comment for *_, comment in rows):
         head, rows = head[:3], [row[:3] for row in rows]
     return [html(code_table(head, rows, code=3))] if rows else []
+
+
+def above(line: int, lines: list[str]) -> list[str]:
+    """The comment that ends right above a line, which is counted from 0."""
+    first = line
+    while first and lines[first - 1].lstrip().startswith("# "):
+        first -= 1
+    return [text.strip().removeprefix("# ") for text in lines[first:line]]
 
 
 def prose(text: str | None) -> list[nodes.Node]:
