@@ -1,6 +1,6 @@
-"""How fast a prompt could be on this machine's matrix unit (AMX), and how near the products and the engine come to it.
+"""How fast a prompt could be on these cores in bfloat16, and how near the products and the engine come to it.
 
-1. The unit's instruction alone, over and over, on all threads: the peak.
+1. The instruction that multiplies bfloat16 (AMX's, or AVX-512's), over and over, on all threads: the peak.
 2. A prompt's products by themselves, all layers' matrices in turn, by oneDNN and as tiles (kernels/cpu/dense.h).
 3. The engine: a prompt to its first token.
 
@@ -35,9 +35,9 @@ from minivllm.models.spec import ModelSpec
 
 def peak(threads: int) -> float:
     """Floating-point operations a second of all threads."""
-    source = Path(__file__).with_name("amx.cpp")
+    source = Path(__file__).with_name("bf16_peak.cpp")
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "amx.so"
+        library = Path(folder) / "bf16_peak.so"
         subprocess.run(["g++", *FLAGS, "-march=native", str(source), "-o", str(library)], check=True)
         run = ctypes.CDLL(str(library)).peak
     run.restype, run.argtypes = ctypes.c_double, [ctypes.c_void_p, ctypes.c_int64]
@@ -82,7 +82,7 @@ def main() -> None:
     results = []
     with LLM(DEFAULT_MODEL, overrides=overrides) as llm, torch.inference_mode():
         most = peak(args.threads)
-        note(f"{args.threads} threads: {most / 1e12:.2f} TFLOP/s at most")
+        note(f"{args.threads} threads, {dense.unit()}: {most / 1e12:.2f} TFLOP/s at most")
         spec = llm._core.executor.worker.runner.model.spec
         shapes = [shape for shape in shapes_of(spec) if shape.count > 1]  # no LM head: it sees one token
         models = {"oneDNN": all_layers(PrepackedCPU(), shapes), "tiles": all_layers(TiledCPU(), shapes)}
@@ -104,6 +104,7 @@ def main() -> None:
             results.append(row)
     params = {
         "model": DEFAULT_MODEL,
+        "unit": dense.unit(),
         "threads": args.threads,
         "rounds": args.rounds,
         "peak_tflops": round(most / 1e12, 3),

@@ -38,7 +38,7 @@ KERNELS: tuple[Kernel, ...] = (
         "cpu",
         "minivllm.kernels.cpu.dense:DenseMatrix",
         "minivllm.layers.linear:Unquantized",
-        "bf16 on a CPU with AMX",
+        "bf16 on a CPU with AMX or AVX-512 BF16",
     ),
     Kernel(
         "lora", "cpu", "minivllm.kernels.cpu.lora:SlotTable", "minivllm.lora.layer:add_deltas_naive", "lora.enabled"

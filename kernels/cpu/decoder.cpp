@@ -1,9 +1,9 @@
 // A decoder layer of the Llama family around its products: norms, rotation, gate, residual; and the whole stack in one
-// call, where all weights are kept in codes or all are tiles of the matrix unit. At few tokens a step of separate tensor
+// call, where all weights are kept in codes or all are dense.h's. At few tokens a step of separate tensor
 // operations costs as much as its products.
 //
 // Many tokens cost something else: each operation by itself reads and writes more than a cache holds. But what lies
-// between two attentions concerns each token alone. So with tiles, a thread takes a block of tokens through all of it at
+// between two attentions concerns each token alone. So with dense.h's, a thread takes a block of tokens through all of it at
 // once (output projection, residual, norm, both halves of the MLP, the next layer's norm, projection and rotation), and
 // what it works on stays in the second-level cache, past which only weights stream.
 //
@@ -305,8 +305,8 @@ struct Step {
   }
 
 #ifdef MINIVLLM_DENSE
-  // The same in bfloat16 with tiles, bit for bit, a block of tokens at a time. Rows behind the last token, up to a whole
-  // pass of the matrix unit, take part, and nobody reads what becomes of them.
+  // The same in bfloat16 with dense matrices, bit for bit, a block of tokens at a time. On the matrix unit, rows behind
+  // the last token, up to a whole pass, take part, and nobody reads what becomes of them.
   void decode_in_blocks(const int64_t* ids, const int64_t* positions, void* plan, bf16* y) const {
     static thread_local Arena arena;
     const int64_t width = qkv_width(), q = q_width(), padded = (tokens + BLOCK - 1) / BLOCK * BLOCK;
@@ -346,31 +346,32 @@ struct Step {
         put(to, get(to, size) + rounded(to, sums), size);
       });
     };
+    const int64_t height = on_tiles() ? rows : count;
     configure_dense(BLOCK);
     if (i == 0) {
       for (int64_t t = 0; t < count; t++) look_up(ids[t], x + t * hidden);
     } else {
       const minivllm_layer& before = d.layers[i - 1];
-      product(before.o, {attended, q_width(), false}, rows, add_to_x);
+      product(before.o, {attended, q_width(), false}, height, add_to_x);
       norm_all(before.mlp_norm);
-      product(before.gate_up, normed_rows, rows, [=](int64_t row, const Outputs& outputs, const float* both) {
+      product(before.gate_up, normed_rows, height, [=](int64_t row, const Outputs& outputs, const float* both) {
         bf16* to = gated + square_at(row, outputs.first[0], inner);
         const Floats gate = rounded(to, load<Floats>(both)), up = rounded(to, load<Floats>(both + SIDE));
         sized(outputs.size[0], [=](auto size) { put(to, rounded(to, silu(gate)) * up, size); });
       });
-      product(before.down, gated_rows, rows, add_to_x);
+      product(before.down, gated_rows, height, add_to_x);
     }
     if (i < d.num_layers) {
       const minivllm_layer& layer = d.layers[i];
       norm_all(layer.attention_norm);
-      product(layer.qkv, normed_rows, rows, [=, width = qkv_width()](int64_t row, const Outputs& outputs, auto* both) {
+      product(layer.qkv, normed_rows, height, [=, width = qkv_width()](int64_t row, const Outputs& outputs, auto* both) {
         each_tile(outputs, both, [=](int64_t at, Floats sums, auto size) { put(qkv + row * width + at, sums, size); });
       });
       for (int64_t t = 0; t < count; t++) turn_token(layer.qk_norm, positions[t], qkv + t * qkv_width());
     } else {
       for (int64_t t = 0; t < count; t++) norm(x + t * hidden, (const bf16*)d.norm, hidden, d.eps, y + t * hidden);
     }
-    _tile_release();
+    release_dense();
   }
 
   template <typename Use>

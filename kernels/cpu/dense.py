@@ -1,4 +1,5 @@
-"""Products with a bf16 matrix on the CPU's matrix unit, AMX (dense_linear.cpp). The layout is dense.h's affair.
+"""Products with a bf16 matrix on the CPU's matrix unit (AMX) or vector unit (AVX-512 BF16): dense_linear.cpp. The
+layout is dense.h's affair.
 
 Its twin, slow and obviously right, is a float64 product.
 """
@@ -30,7 +31,13 @@ def obstacle() -> str | None:
     """Why the kernels cannot be used here, or None. The first call may compile."""
     if (why := build.obstacle(NAME)) is not None:
         return why
-    return None if _library().minivllm_dense_works() else "this CPU, or its system, has no AMX for bfloat16"
+    return None if _library().minivllm_dense_unit() else "this CPU multiplies no bfloat16 (AMX, AVX-512 BF16)"
+
+
+def unit() -> str:
+    """What multiplies here."""
+    assert obstacle() is None, obstacle()
+    return ("vector unit, AVX-512 BF16", "matrix unit, AMX")[_library().minivllm_dense_unit() - 1]
 
 
 @functools.cache
@@ -39,7 +46,7 @@ def _library() -> ctypes.CDLL:
     lib.minivllm_dense_bytes.argtypes = [pointer]
     lib.minivllm_dense_pack.argtypes = [*[pointer] * 4, number]
     lib.minivllm_dense_linear.argtypes = [*[pointer] * 3, *[number] * 4, pointer, number]
-    lib.minivllm_dense_works.restype = lib.minivllm_dense_bytes.restype = number
+    lib.minivllm_dense_unit.restype = lib.minivllm_dense_bytes.restype = number
     lib.minivllm_dense_pack.restype = lib.minivllm_dense_linear.restype = None
     return lib
 

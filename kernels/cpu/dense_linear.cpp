@@ -1,9 +1,8 @@
-// y = x W^T + bias with W in bfloat16 on the matrix unit (dense.h): the product by itself, and how W is packed.
+// y = x W^T + bias with W in bfloat16 (dense.h): the product by itself, and how W is packed.
 #include <atomic>
 #include <memory>
 
 #include "dense.h"
-#include "simd.h"
 
 namespace {
 
@@ -94,7 +93,7 @@ void multiply(void* data) {
       }
     });
   });
-  _tile_release();
+  release_dense();
 }
 
 #endif
@@ -106,10 +105,10 @@ typedef void (*Parallel)(void (*work)(void*), void* data, unsigned num_threads, 
 
 extern "C" {
 
-// Whether this build and this process can multiply; all can pack.
-int64_t minivllm_dense_works() {
+// What multiplies in this build and this process: 2 the matrix unit, 1 the vector unit, 0 nothing. All can pack.
+int64_t minivllm_dense_unit() {
 #ifdef MINIVLLM_DENSE
-  return amx_allowed();
+  return on_tiles() ? 2 : 1;
 #else
   return 0;
 #endif
@@ -130,7 +129,7 @@ void minivllm_dense_pack(const minivllm_dense* matrix, const void* weight, void*
 }
 
 // y [tokens, outputs], bf16 or fp32, = x [tokens, inputs] W^T + bias; both dense, x in bf16. As decoder.cpp's
-// minivllm_product, whose other arguments are of packed weights. Only where minivllm_dense_works.
+// minivllm_product, whose other arguments are of packed weights. Only where minivllm_dense_unit is not 0.
 void minivllm_dense_linear(const minivllm_dense* matrix, const void* x, void* y, int64_t tokens, int64_t, int64_t y_bf16,
                            int64_t, Parallel parallel, int64_t num_threads) {
 #ifdef MINIVLLM_DENSE

@@ -65,7 +65,7 @@ class PrepackedCPU(Unquantized):
 
 
 class TiledCPU(PrepackedCPU):
-    """Unquantized bf16, as tiles of the matrix unit (kernels/cpu/dense.h). What does not fit them is left to oneDNN."""
+    """Unquantized bf16, as tiles for our own product (kernels/cpu/dense.h). What does not fit is left to oneDNN."""
 
     traceable = False  # by C++ calls
 
@@ -93,7 +93,7 @@ def choose_method(device: torch.device, dtype: torch.dtype) -> MethodChoice:
     if not _onednn_packs(dtype):
         return MethodChoice(Unquantized(), f"dense weights: no packed {dtype} product in this torch or CPU")
     if dtype is torch.bfloat16 and dense.obstacle() is None:
-        return MethodChoice(TiledCPU(), "weights as tiles of the CPU's matrix unit")
+        return MethodChoice(TiledCPU(), f"weights as tiles for the CPU's {dense.unit()}")
     return MethodChoice(PrepackedCPU(), "weights packed into oneDNN's blocked layout: an x86 CPU")
 
 

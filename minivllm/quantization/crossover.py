@@ -1,7 +1,8 @@
 """From how many tokens on the dense copy is faster: measured in whole steps, in a fraction of a second.
 
-Products alone say too little: packed ones may run inside of one call for the whole stack, dense ones are called one by
-one and read four times the bytes, from wherever the rest of the step has left them. So a race is a step in each form.
+Products alone say too little: either form may run inside of one call for the whole stack or be called product by
+product, and dense weights are four times the bytes, from wherever the rest of the step has left them. So a race is a
+step in each form.
 
 A machine that does other work only ever makes a measurement longer. So what counts is the fastest of several short
 races, the two forms in turns, and not a sum that any disturbance spoils; and a time that is longer than one with more
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 
 from minivllm.quantization.packed import NEVER, TYPICAL, Limit
 
-MIDDLE = (32, 48)  # where it lies on most machines; the others are tried if it does not
-FEWER, MORE = (8, 12, 16, 24), (64, 96, 128)
+MIDDLE = (12, 24)  # where it lies on most machines; the others are tried if it does not
+FEWER, MORE = (4, 8), (32, 48, 64, 96, 128)
 TOKENS = (*FEWER, *MIDDLE, *MORE)
-ROUNDS = 4
+ROUNDS = 3
 MAX_SECONDS = 0.3
 
 Race = Callable[

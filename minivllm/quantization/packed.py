@@ -21,7 +21,7 @@ from minivllm.layers.linear import QuantMethod, empty_parameter
 from minivllm.quantization.formats import GROUP, Packed, quantise
 
 NEVER = 1 << 62
-TYPICAL = 32  # what quiet machines gave (bench/LOG.md); until a limit has been measured
+TYPICAL = 16  # what quiet machines gave (bench/LOG.md); until a limit has been measured
 
 
 @dataclass(slots=True, eq=False)

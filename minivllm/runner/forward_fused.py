@@ -3,7 +3,7 @@
 A layer as written is some fifteen tensor operations, four of them products; at few tokens the others cost more than
 their arithmetic. Here
 
-    packed weights alone, or tiles of the matrix unit alone
+    packed weights alone, or bf16 tiles alone
                      the whole stack is one call, with the adapters of few tokens each
     anything else    the same steps in Python around each layer's QuantMethod: four products, four calls
 

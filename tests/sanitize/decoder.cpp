@@ -15,7 +15,7 @@ int64_t minivllm_best_path();
 void minivllm_linear(const minivllm_matrix* matrix, const void* x, void* y, int64_t tokens, int64_t x_bf16,
                      int64_t y_bf16, int64_t path, minivllm_parallel parallel, int64_t num_threads);
 // dense_linear.cpp
-int64_t minivllm_dense_works();
+int64_t minivllm_dense_unit();
 int64_t minivllm_dense_bytes(const minivllm_dense* matrix);
 void minivllm_dense_pack(const minivllm_dense* matrix, const void* weight, void* to, minivllm_parallel parallel,
                          int64_t num_threads);
@@ -67,7 +67,7 @@ int main(int argc, char** argv) {
     const int64_t kv_heads = draw(1, 2), heads = kv_heads * draw(1, 3), size = 16 * draw(1, 3) * 2, block_size = 1 << draw(0, 5);
     const int64_t hidden = 32 * draw(1, 3), intermediate = 32 * draw(1, 4), num_layers = draw(1, 3), vocab = 20;
     const bool bf16 = draw(0, 1);
-    Model model{bf16, bf16 && minivllm_dense_works() && draw(0, 1)};
+    Model model{bf16, bf16 && minivllm_dense_unit() && draw(0, 1)};
     const int64_t kind = bf16 ? 2 : 0, tokens = model.dense && draw(0, 2) == 0 ? draw(128, 600) : draw(1, 40);
     const int64_t width = (heads + 2 * kv_heads) * size;
     void* layout = minivllm_layout(kv_heads, size, block_size, kind);
