@@ -29,4 +29,5 @@ html_show_copyright = False
 html_use_index = False
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
-html_theme_options = {"navigation_with_keys": True}
+# Arrow keys scroll wide code and figures. As the theme's shortcut they would lead to another page from there.
+html_theme_options = {"navigation_with_keys": False}

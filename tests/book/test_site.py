@@ -239,8 +239,9 @@ def shown(pages: dict[Path, Page]) -> list[Path]:
     return [path for path in pages if path.name not in GENERATED]
 
 
+@pytest.mark.parametrize("of", ["chapters", "other pages"])
 @pytest.mark.parametrize("scheme", WHOLLY)
-def test_every_page_is_whole_and_open_to_all_on_a_phone_and_a_desk(browser, built, pages, scheme):
+def test_every_page_is_whole_and_open_to_all_on_a_phone_and_a_desk(browser, built, pages, scheme, of):
     """Nothing is cut off, nothing was asked of another machine, and axe-core finds no violation of WCAG 2.2 AA."""
     axe = Path(pytest.importorskip("axe_playwright_python", reason='pip install -e ".[dev]"').__file__).parent
     context = browser.new_context(color_scheme=scheme, reduced_motion="reduce")
@@ -250,6 +251,8 @@ def test_every_page_is_whole_and_open_to_all_on_a_phone_and_a_desk(browser, buil
     page.on("pageerror", lambda error: faults.append(f"{page.url}: {error}"))
     for path in shown(pages):
         name = path.relative_to(built).as_posix()
+        if name.startswith("ch") != (of == "chapters"):
+            continue
         page.goto(path.as_uri())
         page.add_script_tag(path=axe / "axe.min.js")
         for width in WIDTHS:
@@ -299,6 +302,7 @@ def test_over_http_no_request_leaves_the_machine_and_search_finds(browser, serve
 def test_every_widget_of_the_book_can_be_stepped_through_by_keys(browser, pages):
     """On the pages as they are; what a step shows is looked at in test_widgets.py."""
     page = browser.new_page(reduced_motion="reduce")
+    page.set_default_timeout(120_000)
     num_widgets = 0
     for path in shown(pages):
         page.goto(path.as_uri())
@@ -312,6 +316,17 @@ def test_every_widget_of_the_book_can_be_stepped_through_by_keys(browser, pages)
             num_widgets += 1
     page.close()
     assert num_widgets > 20
+
+
+def test_keys_scroll_what_is_wider_than_a_phone(browser, built):
+    page = browser.new_page(viewport={"width": 390, "height": 900})
+    page.goto((built / "ch10_one_budget" / "index.html").as_uri())
+    for wide in (page.locator("figure .scroll").first, page.locator(".snippet pre").first):
+        wide.focus()
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function("document.activeElement.scrollLeft > 0")
+        assert page.url.endswith("/ch10_one_budget/index.html")
+    page.close()
 
 
 def test_the_letters_come_with_the_site(browser, built):
