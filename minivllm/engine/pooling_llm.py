@@ -101,8 +101,8 @@ class PoolingLLM(LLM):
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each document answers the query: by cosine similarity, or by a cross-encoder's head. Several
-        queries: each with the document at its place. Raises BadRequest."""
+        """How well each document answers the query: by cosine similarity, or by a cross-encoder's head. Each of several
+        queries goes with the document at its place. Raises BadRequest."""
         scoring = self._engine.scoring(paired(query, documents), truncate_prompt_tokens)
         scores = scoring.scores(self._run(scoring.texts, use_tqdm))
         return [

@@ -177,7 +177,7 @@ def stacked(bars: list[charts.Ratio]) -> list[charts.Ratio]:
 class Records(Directive):
     """`{records} source:rows`, each line of content `path format = title`: a table from committed results. `name?` is
     a value that only some rows have; `runs.*.name` the median over a row's runs. `:rows:` names the rows to show, of
-    those that have names.
+    those that have names. Without content: every plain value of the rows.
 
     `:across: path = path format`: a column for each value at the first path, with the second of its row in it; rows
     that agree in the content's columns become one.
@@ -191,7 +191,7 @@ class Records(Directive):
         if "rows" in self.options:
             named = {row["key"]: row for row in rows}
             rows = [records.pick(named, name) for name in self.options["rows"].split()]
-        columns = [line.rsplit(" = ", 1) for line in self.content if line.strip()]
+        columns = [line.rsplit(" = ", 1) for line in self.content if line.strip()] or plain(rows)
         cells = [[self.cell(row, column) for column, _ in columns] for row in rows]
         titles = [title for _, title in columns]
         if "across" in self.options:
@@ -210,8 +210,15 @@ class Records(Directive):
     def cell(row: Any, column: str) -> str:
         place, _, form = column.rpartition(" ") if " " in column else (column, "", "")
         value = row.get(place[:-1]) if place.endswith("?") else records.pick(row, place)
+        form = form if not isinstance(value, (str, bool)) else ""
         value = statistics.median(value) if isinstance(value, list) else value  # of a row's runs
         return "–" if value is None else format(value, form)  # a ratio to zero
+
+
+def plain(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """A column for each name under which some row has neither a list nor a mapping."""
+    names = {name: value for row in rows for name, value in row.items() if not isinstance(value, (dict, list))}
+    return [[f"{name}? {'.4g' if isinstance(value, float) else ''}", name] for name, value in names.items()]
 
 
 class Measured(Directive):

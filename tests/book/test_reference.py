@@ -45,6 +45,7 @@ class A:
 @pytest.fixture(scope="module")
 def shown() -> str:
     (node,) = ast.parse(SOURCE).body
+    assert reference.described(ast.parse("class B(A): ...").body[0], [])[0].astext() == "class B(A)"
     return "\n".join(part.astext() for part in reference.described(node, SOURCE.splitlines()))
 
 
