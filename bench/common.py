@@ -75,7 +75,10 @@ def commit() -> str:
 
 
 def _git(*args: str) -> str:
-    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # a bare machine has none
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

@@ -1,7 +1,8 @@
 """From typing the command to the first token, in fresh processes, split by part.
 
 Warm: the default model has been fetched and converted. `--cold`: it has only been fetched, so each run converts it
-again into an empty cache. In both the operating system's page cache is as the runs before left it.
+again into an empty cache. In both the operating system's page cache is as the runs before left it, and Python keeps its
+bytecode, as it does unless PYTHONDONTWRITEBYTECODE is set (then every start compiles this package again: some 0.6 s).
 
     python bench/startup.py --runs 5 --cold
 """
@@ -47,6 +48,7 @@ print("\\n" + json.dumps({"parts": parts, "info": llm.info}, default=str))
 
 def run(model: str, cache: Path | None) -> dict[str, float]:
     env = os.environ | ({"XDG_CACHE_HOME": str(cache)} if cache else {})
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-c", CHILD, repr(time.time()), model]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:

@@ -68,10 +68,12 @@ def main(
     results = measure(args.smoke)
     check(results)
     print(tell(results), end="")
-    note(f"chapter {int(chapter)}: every claim of its text held, in {time.perf_counter() - start:.0f} s")
+    seconds = time.perf_counter() - start
+    note(f"chapter {int(chapter)}: every claim of its text held, in {seconds:.0f} s")
     if args.record:
         kept = record(f"chapter {chapter}", {"smoke": args.smoke}, results)
         kept["command"] = f"python -m minivllm chapter {int(chapter)} --record"
+        kept["seconds"] = round(seconds, 1)
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"ch{chapter}.json").write_text(json.dumps(kept, indent=1) + "\n")
         (RESULTS / f"ch{chapter}.txt").write_text(tell(results))

@@ -12,10 +12,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from minivllm.kernels.table import KERNELS
 
+TUNED = Path(__file__).parent / "tuned"
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -68,11 +70,17 @@ def kernel_lines(families: list[Family]) -> list[str]:
     for kernel in KERNELS:
         state = "on" if usable[kernel.family] else "off"
         rows.append((kernel.name, kernel.family, state, kernel.used_by or "nobody yet", kernel.twin))
-    return ["{:30} {:8} {:4} {:26} {}".format(*row) for row in rows]
+    return ["{:30} {:8} {:4} {:35} {}".format(*row) for row in rows]
+
+
+def tuned_line() -> str:
+    """Which cards have tiles of their own (kernels/triton/tuned.py)."""
+    cards = sorted(path.stem for path in TUNED.glob("*.json"))
+    return f"attention's tiles are tuned for: {', '.join(cards) or 'no card yet'} (bench/gpu/run.py --part tune)"
 
 
 if __name__ == "__main__":
     families = report()
     for name, usable, reason in families:
         print(f"{name:8} {'on' if usable else 'off':4} {reason}")
-    print("", *kernel_lines(families), sep="\n")
+    print("", *kernel_lines(families), "", tuned_line(), sep="\n")

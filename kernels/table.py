@@ -1,7 +1,7 @@
 """Every kernel with what it is for, its twin and whether it is used: the dispatch table. Imports nothing heavy.
 
-A kernel that serves has a reader in the engine; one that waits is proven (tests/kernels) and called by nobody yet, as a
-rule until a GPU has measured it: bench/gpu/run.py. None of the Triton kernels has been timed so far.
+A kernel that serves has a reader in the engine; with runner.kernels, dispatch.py says whether it is used. One that
+waits is proven (tests/kernels) and called by nobody yet. None of the Triton kernels has been timed: bench/gpu/run.py.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ KERNELS: tuple[Kernel, ...] = (
     _triton("prefill attention", "paged:prefill", _ATTENTION, "runner.attention=triton"),
     _triton("cache write", "elementwise:write", f"{_TWINS}:write", "runner.attention=triton"),
     _triton("cache write in 8 bits", "elementwise:write_codes", f"{_TWINS}:write_codes", "runner.attention=triton"),
-    _triton("rope + norm + cache write", "elementwise:rope_write", f"{_TWINS}:rope_write"),
-    _triton("rope + norm + write in 8 bits", "elementwise:rope_write", f"{_TWINS}:rope_write"),
+    _triton("rope + norm + cache write", "elementwise:rope_write", f"{_TWINS}:rope_write", "runner.kernels"),
+    _triton("rope + norm + write in 8 bits", "elementwise:rope_write", f"{_TWINS}:rope_write", "runner.kernels"),
     _triton("block copy", "elementwise:BlockCopier", f"{_TWINS}:copy_blocks"),
-    _triton("draw", "draw:draw", "minivllm.sampling.draw:draw"),
-    _triton("top-k, top-p and min-p", "draw:find_cuts", "minivllm.sampling.draw:find_cuts_by_sort"),
-    _triton("rejection sampling", "draw:reject", "minivllm.sampling.rejection:Rejection"),
-    _triton("lora", "lora:SlotTable", "minivllm.lora.layer:add_deltas_naive"),
-    _triton("w4a16 linear", "w4a16:Matrix", "minivllm.quantization.formats:dequantise"),
+    _triton("draw", "draw:draw", "minivllm.sampling.draw:draw", "runner.kernels"),
+    _triton("top-k, top-p and min-p", "draw:find_cuts", "minivllm.sampling.draw:find_cuts_by_sort", "runner.kernels"),
+    _triton("rejection sampling", "draw:reject", "minivllm.sampling.rejection:reject", "runner.kernels"),
+    _triton("lora", "lora:SlotTable", "minivllm.lora.layer:add_deltas_naive", "runner.kernels, lora.enabled"),
+    _triton(
+        "w4a16 linear", "w4a16:Matrix", "minivllm.quantization.formats:dequantise", "runner.kernels, model.quantization"
+    ),
     _triton("layer of experts", "moe:moe", f"{_TWINS}:experts"),
     _triton("gather inputs", "gather:gather_tokens", f"{_TWINS}:gather_tokens"),
     _triton("gather rows", "gather:gather_rows", f"{_TWINS}:gather_rows"),

@@ -37,7 +37,8 @@ def main(argv: Sequence[str], prog: str = "python -m minivllm batch") -> int:
         if num_left:
             asyncio.run(answer_all(args, options, output, len(asked)))
         skipped = f", {len(asked) - num_left:,} of them before this run" if num_left < len(asked) else ""
-        print(f"{len(output.done):,} answers in {args.output}{skipped}; {output.num_failed:,} errors", file=sys.stderr)
+        ended = f"{output.num_failed:,} of them with an error" if output.num_failed else "none with an error"
+        print(f"{args.output}: lines answered: {len(output.done):,}{skipped}; {ended}", file=sys.stderr)
         return 1 if output.num_failed else 0
 
 

@@ -64,6 +64,7 @@ class SchedulerConfig(Section):
 class RunnerConfig(Section):
     inputs: str = "persistent"
     attention: str = "auto"
+    kernels: Literal["auto", "torch", "triton"] = "auto"
     forward: str = "auto"
     compile: Literal["off", "background", "wait"] = "off"  # of the pieces of runner.forward=piecewise
     graphs: str = "none"
@@ -119,6 +120,8 @@ class DebugConfig(Section):
 
 
 class EngineConfig(Section):
+    """Every option of an engine, in sections. Built once, by build(), and never changed."""
+
     preset: str = "v1"
     model: ModelConfig = ModelConfig()
     kv: KVConfig = KVConfig()
@@ -155,6 +158,7 @@ class EngineConfig(Section):
             raise ConfigError(_in_words(str(e), tree)) from None
 
     def get(self, dotted: str) -> Any:
+        """The value of "section.field". Raises AttributeError for what does not exist."""
         section, _, name = dotted.partition(".")
         return getattr(getattr(self, section), name)
 
@@ -217,7 +221,7 @@ PRESETS: dict[str, Preset] = {
 
 # The system that the book has come to by a chapter. Behind V0, each chapter turns its own switches.
 MILESTONES = {0: "naive", 5: "orca-max", 6: "v0", 12: "v1"}
-FIRST_TURN = 9
+FIRST_TURN, LAST_CHAPTER = 9, 18
 
 
 def preset_overrides(name: str) -> dict[str, Any]:
@@ -225,7 +229,8 @@ def preset_overrides(name: str) -> dict[str, Any]:
     without what the chapters since have turned. Raises ConfigError for an unknown name.
     """
     if matched := re.fullmatch(r"ch(\d\d)", name):
-        chapter = int(matched[1])
+        if (chapter := int(matched[1])) > LAST_CHAPTER:
+            raise ConfigError(f'no preset "{name}": the book\'s chapters are ch00 to ch{LAST_CHAPTER}')
         system = PRESETS[MILESTONES[max(first for first in MILESTONES if first <= chapter)]].overrides
         turned = {f.field for f in FEATURES if f.chapter and FIRST_TURN <= int(f.chapter) <= chapter}
         return {field: value for field, value in system.items() if field not in turned}

@@ -285,12 +285,23 @@ FEATURES: tuple[Feature, ...] = (
         metric="throughput",
     ),
     Feature(
+        "kernels",
+        "runner.kernels",
+        ("auto", "torch", "triton"),
+        "auto",
+        "who draws tokens, adds adapters, multiplies packed weights, rotates and moves blocks on a GPU: torch, or a "
+        "Triton kernel (auto where that gave its twin's answer on the card)",
+        chapter="07",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
         "quantization",
         "model.quantization",
         ("auto", "none", "int8", "int4"),
         "auto",
-        "how linear layers keep their weights on a CPU: auto keeps those that a GGUF file has in 4 or 8 bits; int8 and "
-        "int4 round any model's when it is loaded; none computes with all of them in the model's dtype",
+        "how linear layers keep their weights: auto keeps those that a GGUF file has in 4 or 8 bits (on a GPU in 4); "
+        "int8 (CPUs only) and int4 round any model's when it is loaded; none computes with all in the model's dtype",
         chapter="03",
         workload="fixed",
         metric="throughput",
@@ -300,7 +311,8 @@ FEATURES: tuple[Feature, ...] = (
         "model.dense_copy",
         (True, False),
         True,
-        "keep, beside weights in 4 or 8 bits, a copy in bf16 for steps of many tokens: faster prefill, more memory",
+        "keep, beside weights in 4 or 8 bits on a CPU, a copy in bf16 for steps of many tokens: faster prefill, more "
+        "memory",
         chapter="03",
         workload="fixed",
         metric="ttft_p50",
@@ -385,7 +397,8 @@ FEATURES: tuple[Feature, ...] = (
         "engine.core",
         ("inproc", "process"),
         "inproc",
-        "where the engine core steps: beside the front end, or in a process of its own, which nothing delays (V1)",
+        "where the engine core steps: beside the front end, or in a process of its own, which nothing delays (V1; the "
+        "server's default)",
         chapter="12",
         workload="fixed",
         metric="throughput",
@@ -462,7 +475,7 @@ FEATURES: tuple[Feature, ...] = (
 
 # Options that no machine without a GPU can run, but for triton's interpreter: tests/kernels.
 NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset(
-    ("attention", name) for name in ("triton", "flash", "flashinfer", "flash,triton")
+    (("kernels", "triton"), *(("attention", name) for name in ("triton", "flash", "flashinfer", "flash,triton")))
 )
 
 CONFLICTS: tuple[Conflict, ...] = (
@@ -483,13 +496,9 @@ CONFLICTS: tuple[Conflict, ...] = (
         for option in ("background", "wait")
     ),
     *(
-        conflict
+        Conflict(("forward", "fused"), ("graphs", graphs), "its C++ calls are for CPUs, which have no graphs")
         for graphs in GRAPHS.names()
         if graphs != "none"
-        for conflict in (
-            Conflict(("forward", "fused"), ("graphs", graphs), "its C++ calls are for CPUs, which have no graphs"),
-            Conflict(("graphs", graphs), ("lora", True), "a capture would keep the adapters of its own step"),
-        )
     ),
     *(
         Conflict(("overlap", 2), ("spec_decode", method), "how far a guess went is known only when its step has ended")

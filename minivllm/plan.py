@@ -55,12 +55,12 @@ class StepPlan:
     """One step: {request_id: num_tokens} and its columns. The order of num_tokens IS the batch order."""
 
     step: int
-    num_tokens: dict[str, int] = field(default_factory=dict)
+    num_tokens: dict[str, int] = field(default_factory=dict)  # to compute in this step
     start: dict[str, int] = field(default_factory=dict)  # tokens computed before this step, same keys
-    joins: list[Join] = field(default_factory=list)
+    joins: list[Join] = field(default_factory=list)  # requests that the workers see for the first time, or again
     new_blocks: dict[str, list[int]] = field(default_factory=dict)  # appended to each block table
     leaves: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last plan; applied first
-    stats: StepStats = field(default_factory=StepStats)
+    stats: StepStats = field(default_factory=StepStats)  # for metrics and the trace
     # Block moves, done before the forward in this order, each column as one batch. A block that is copied from may be
     # free by now, so the copies come before what comes in:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
@@ -85,7 +85,7 @@ class StepOutput:
     k drafts has 1 to k + 1 tokens: the drafts that were accepted, and one more."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
+    logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)  # one a token, of requests that asked
     # Log-probabilities of prompt tokens start+1 .. as far as this chunk gives them.
     prompt_logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # requests that this step ended, each with what went wrong

@@ -34,7 +34,8 @@ MAX_SEED = 2**63 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose the tokens of one request. Names and meanings follow vLLM's class of the same name.
+    """How to choose the tokens of one request. Names and meanings follow vLLM's class of the same name. A value out of
+    its range raises BadRequest.
 
     temperature 0 is greedy. top_k 0 or -1 keeps the whole vocabulary. `stop` strings end the text before the match
     (after it with include_stop_str_in_output); `stop_token_ids` end it with the token kept in token_ids but not in the
@@ -52,28 +53,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     eos_token_ids and bad_words_token_ids are filled in by the engine's front end, which has the tokenizer.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    n: int = 1  # completions of the prompt, 1 to 128
+    best_of: int | None = None  # n to 128
+    temperature: float = 1.0  # logits are divided by it; at least 0
+    top_p: float = 1.0  # keep the likeliest tokens that together have this probability; above 0, at most 1
+    top_k: int = 0  # keep so many of the likeliest tokens
+    min_p: float = 0.0  # keep tokens at least this share as likely as the likeliest; 0 to 1
     seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    presence_penalty: float = 0.0  # taken from the logit of a token that the output has; -2 to 2
+    frequency_penalty: float = 0.0  # taken from it as often as the output has the token; -2 to 2
+    repetition_penalty: float = 1.0  # divides a logit above 0, multiplies one below, of prompt and output; 0.01 to 100
+    max_tokens: int | None = 16  # of one output; None: as many as the context has room for
+    min_tokens: int = 0  # of one output: neither a stop token nor an end of sequence before
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
-    ignore_eos: bool = False
-    bad_words: Sequence[str] | None = ()
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
+    ignore_eos: bool = False  # go on after an end-of-sequence token
+    bad_words: Sequence[str] | None = ()  # texts that the output must not hold
+    logit_bias: dict[int, float] | None = None  # token id -> added to its logit; -100 to 100
+    allowed_token_ids: Sequence[int] | None = None  # no token but these
+    logprobs: int | None = None  # 0 to 20; natural logarithms of the model's own distribution, before all of the above
+    prompt_logprobs: int | None = None  # 0 to 20
+    detokenize: bool = True  # False: token ids alone, the text stays empty
+    skip_special_tokens: bool = True  # in the text
     include_stop_str_in_output: bool = False
     structured: StructuredParams | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -147,6 +148,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < 1e-5  # below this 1/temperature overflows fp32 logits
 
     def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with other values, which are checked again."""
         return msgspec.structs.replace(self, **changes)
 
 
@@ -157,11 +159,11 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     A step looks at the 2 * beam_width likeliest tokens of each beam, and MAX_LOGPROBS of them can be reported.
     """
 
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool = False
+    beam_width: int  # 1 to 10
+    max_tokens: int  # of one completion
+    ignore_eos: bool = False  # go on after an end-of-sequence token
+    length_penalty: float = 1.0  # a completion's score is its log-probability / its length to this power
+    early_stopping: bool = False  # stop at beam_width completions, and do not ask whether a better one may come
 
     def __post_init__(self) -> None:
         _number("beam_width", self.beam_width, low=1, high=MAX_LOGPROBS // 2, integer=True)

@@ -14,7 +14,7 @@ version = release = __version__
 extensions = ["myst_parser", "bookext"]
 root_doc = "index"
 include_patterns = ["*.md", "ch*/index.md", "reference/*.md"]
-myst_enable_extensions = ["colon_fence", "attrs_block"]
+myst_enable_extensions = ["colon_fence", "attrs_block", "deflist"]
 myst_heading_anchors = 3
 nitpicky = True
 smartquotes_action = "qe"  # "--set" stays two hyphens
@@ -29,4 +29,5 @@ html_show_copyright = False
 html_use_index = False
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
-html_theme_options = {"navigation_with_keys": True}
+# Arrow keys scroll wide code and figures. As the theme's shortcut they would lead to another page from there.
+html_theme_options = {"navigation_with_keys": False}

@@ -53,6 +53,8 @@ def test_the_preset_of_a_chapter_is_the_system_so_far_with_the_switches_turned_s
     assert as_of(10) == {**as_of(9), "scheduler.kind": "unified", "scheduler.chunked_prefill": True}
     assert as_of(11) == {**as_of(10), "runner.inputs": "persistent"}
     assert as_of(12) == as_of(18) == v1
+    with pytest.raises(ConfigError, match="ch00 to ch18"):
+        EngineConfig.build("ch19")
     with pytest.raises(ConfigError, match="as of chapter 6"):
         EngineConfig.build("ch6")
 

@@ -1,55 +1,85 @@
-"""Part `ablation` of bench/gpu/run.py: each thing that is meant to be fast on a GPU switched back alone, on nano-vllm's
-requests. Both engines are loaded; a round runs one and then the other, in turns who is first, and gives one ratio."""
+"""Part `ablation` of bench/gpu/run.py: each thing that is meant to be fast on a GPU switched back alone, and V0 and V1
+as they were. One engine with everything is kept; each other one is loaded beside it, and a round runs both, in turns
+who is first, and gives one ratio."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from card import NOT_MEASURED
+from case import Rows
 from common import spread
 from serving import Requests, make_llm, nano_requests, run
 
-SWITCHES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("no graphs", {"runner.graphs": "none"}),
-    ("whole decodes alone", {"runner.graphs": "full"}),
-    ("between attentions alone", {"runner.graphs": "piecewise"}),
-    ("no overlap", {"engine.overlap": 1}),
-    ("persistent inputs", {"runner.inputs": "persistent"}),
-    ("rebuilt inputs", {"runner.inputs": "rebuild"}),
-    ("prefix cache", {"kv.prefix": "hash"}),
+from minivllm import LLM
+from minivllm.config import preset_overrides
+
+_COMPILED = {"runner.forward": "piecewise", "runner.compile": "wait"}
+_V1 = {"engine.overlap": 1, "runner.inputs": "persistent", "kv.prefix": "hash", "runner.graphs": "piecewise"}
+
+
+class Switch(NamedTuple):
+    name: str
+    changes: dict[str, Any]
+    num_requests: int | None = None  # None: all
+
+
+SWITCHES = (
+    Switch("eager: no graphs", {"runner.graphs": "none"}),
+    Switch("graphs of whole decodes alone", {"runner.graphs": "full"}),
+    Switch("graphs between attentions alone", {"runner.graphs": "piecewise"}),
+    Switch("no overlap", {"engine.overlap": 1}),
+    Switch("persistent inputs", {"runner.inputs": "persistent"}),
+    Switch("rebuilt inputs", {"runner.inputs": "rebuild"}),
+    Switch("prefix cache", {"kv.prefix": "hash"}),
+    Switch("V0, with graphs of whole decodes", preset_overrides("v0") | {"engine.overlap": 1, "runner.graphs": "full"}),
+    Switch("V1 of 2025, its pieces not compiled", preset_overrides("v1") | _V1),
 )
-ON_A_GPU: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("attention in Triton", {"runner.attention": "triton"}),
-    ("attention in torch", {"runner.attention": "sdpa"}),
+ON_A_GPU = (  # compiling takes minutes of a CPU
+    Switch("compiled, no graphs", _COMPILED | {"runner.graphs": "none"}),
+    Switch("compiled, with graphs", _COMPILED),
+    Switch("V1 of 2025", preset_overrides("v1") | _V1 | _COMPILED),
+    Switch("attention in torch", {"runner.attention": "sdpa"}, 16),
 )
 
 
-def ablation(args: Namespace, device: torch.device) -> list[dict[str, Any]]:
+def ablation(args: Namespace, device: torch.device, rows: Rows) -> None:
     tiny = device.type == "cpu"
-    requests = nano_requests(4, 3, 12, 500) if tiny else nano_requests()
+    requests = nano_requests(4, 3, 12, 500) if tiny else nano_requests(128, 100, 512)
     model = "dummy:tiny" if tiny else "dummy:qwen3-0.6b"
-    switches = SWITCHES if tiny else SWITCHES + ON_A_GPU
-    return [_compare(args, device, model, requests, name, changes) for name, changes in switches]
+    base = make_llm(model, device, [requests], args.overrides)
+    try:
+        run(base, requests)
+        for switch in SWITCHES if tiny else SWITCHES + ON_A_GPU:
+            if rows.wants(switch.name):
+                head = {"switched back": switch.name}
+                rows.attempt(head, lambda s=switch: _compare(args, device, rows, model, requests, base, s))
+    finally:
+        base.shutdown()
 
 
 def _compare(
-    args: Namespace, device: torch.device, model: str, requests: Requests, name: str, changes: dict[str, Any]
+    args: Namespace, device: torch.device, rows: Rows, model: str, requests: Requests, base: LLM, switch: Switch
 ) -> dict[str, Any]:
-    sides = [make_llm(model, device, requests, args.overrides | change) for change in ({}, changes)]
+    requests = Requests(*(part[: switch.num_requests] for part in requests))
+    other = make_llm(model, device, [requests], args.overrides | switch.changes)
+    sides = base, other
     try:
-        warm = [run(side, requests)[1] for side in sides]
-        num_different = sum(a != b for a, b in zip(*warm, strict=True))
+        warm = [run(side, requests) for side in sides]
+        num_different = sum(a != b for a, b in zip(*(tokens for _, tokens in warm), strict=True))
+        a_round = sum(seconds for seconds, _ in warm)
         ratios = []
         for round_ in range(args.rounds):
+            if ratios and rows.left < a_round:
+                break
             order = (0, 1) if round_ % 2 == 0 else (1, 0)
             seconds = {i: run(sides[i], requests)[0] for i in order}
             ratios.append(seconds[1] / seconds[0])
     finally:
-        for side in sides:
-            side.shutdown()
-    row = {"switched back": name, "changes": ", ".join(f"{field}={value}" for field, value in changes.items())}
+        other.shutdown()
+    row = {"changes": ", ".join(f"{field}={value}" for field, value in switch.changes.items())}
     if device.type == "cpu":
         return row | {"times as long": NOT_MEASURED, "outputs differ": num_different}
     found = spread(ratios)

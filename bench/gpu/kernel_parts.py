@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from card import NOT_MEASURED, copy_bandwidth, replayed
-from case import Case
+from card import NOT_MEASURED, Ceilings, ceilings, error_of, measured, replayed
+from case import Case, Rows, Setting, said
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -24,33 +26,67 @@ def obstacle(args: Namespace) -> str | None:
     return None
 
 
-def correctness(args: Namespace, device: torch.device) -> list[dict[str, Any]]:
-    return [check(case) for case in _cases(args, device)]
+def correctness(args: Namespace, device: torch.device, rows: Rows) -> None:
+    _over_cases(args, device, rows, check)
 
 
-def kernels(args: Namespace, device: torch.device) -> list[dict[str, Any]]:
-    rows = [timed(case, device) for case in _cases(args, device)]
-    return [*rows, {"kernel": "copy", "shape": "256 MB", "gb_per_s": copy_bandwidth(device)}]
+def kernels(args: Namespace, device: torch.device, rows: Rows) -> None:
+    best = ceilings(device)
+    _over_cases(args, device, rows, lambda case: timed(case, best), lambda case: case.timed)
+    rows.add({"kernel": "copy", "shape": "2 GB", "gb_per_s": best.gb_per_s if best else NOT_MEASURED})
+    rows.add({"kernel": "matrix product", "shape": "8192 x 3, bf16", "tflops": best.tflops if best else NOT_MEASURED})
+    if best is not None:  # what a row's time holds that is not the kernel's
+        one = torch.zeros(1, device=device)
+        us = round(replayed(lambda: one.add_(1)).median * 1e6, 2)
+        rows.add({"kernel": "a launch", "shape": "1", "us": us})
 
 
-def _cases(args: Namespace, device: torch.device) -> list[Case]:
-    from cases import cases  # only now is it known that triton is there
+def _over_cases(
+    args: Namespace,
+    device: torch.device,
+    rows: Rows,
+    look: Callable[[Case], dict[str, Any]],
+    wanted: Callable[[Case], bool] = lambda case: True,
+) -> None:
+    from cases import CASES  # only now is it known that triton is there
 
-    return list(cases(device, DTYPES[args.dtype], device.type == "cpu", args.seed))
+    setting = Setting(device, DTYPES[args.dtype], device.type == "cpu")
+    for i, (kernel, make) in enumerate(CASES.items()):
+        if not rows.wants(kernel):
+            continue
+        torch.manual_seed(args.seed + i)
+        try:
+            for case in make(setting):
+                if wanted(case):
+                    rows.attempt({"kernel": case.kernel, "shape": case.shape}, lambda case=case: look(case))
+        except Exception as e:
+            rows.add({"kernel": kernel, "shape": "", "error": said(e)})
 
 
 def check(case: Case) -> dict[str, Any]:
-    """Largest error relative to 1 + |result|; an output that kept its poison (NaN) is wrong."""
-    got, wanted = case.read(case.call()), case.oracle().double()
-    error = ((got - wanted).abs() / (1 + wanted.abs())).nan_to_num(nan=torch.inf).max().item()
-    return {"kernel": case.kernel, "shape": case.shape, "error": error, "right": error <= case.tolerance}
+    with poisoned_memory():
+        got = case.read(case.call())
+    error = error_of(got, case.oracle())
+    return {"error_size": error, "right": error <= case.tolerance}
 
 
-def timed(case: Case, device: torch.device) -> dict[str, Any]:
-    case.call()  # compiled, and every buffer there
-    row = {"kernel": case.kernel, "shape": case.shape}
-    if device.type == "cpu":  # the interpreter's times say nothing about a GPU
-        return row | {"us": NOT_MEASURED, "gb_per_s": NOT_MEASURED, "tflops": NOT_MEASURED}
-    seconds = replayed(case.call)
-    rate = {"gb_per_s": round(case.num_bytes / seconds / 1e9, 1), "tflops": round(case.flops / seconds / 1e12, 1)}
-    return row | {"us": round(seconds * 1e6, 2)} | rate
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory that is taken without being filled is NaN, or the largest integer: what a launcher makes for itself."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def timed(case: Case, best: Ceilings | None) -> dict[str, Any]:
+    """Beside its rivals: how many times as fast as each it is."""
+    case.call()
+    row = measured(case.call, case.num_bytes, case.flops, best, case.captured)
+    for name, rival in case.rivals.items():
+        rival()
+        row[f"times {name}"] = NOT_MEASURED if best is None else round(replayed(rival).median * 1e6 / row["us"], 2)
+    return row

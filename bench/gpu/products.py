@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from case import Case
+import torch.nn.functional as F
+from case import Case, Setting
 from torch import Tensor
 
 from minivllm.kernels import twins
@@ -18,13 +19,25 @@ from minivllm.lora.layer import Delta, Group, Part, add_deltas
 from minivllm.quantization.formats import Packed, dequantise, quantise
 
 
-def product_cases(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[Case]:
-    """Operands are scaled for results of size 1; tolerances as tests/tolerances.py, PRODUCT: unit is twice its u."""
-    unit = torch.finfo(dtype).eps
-    for num_tokens in (5,) if tiny else (1, 32, 2048):
-        yield _lora(device, dtype, num_tokens, tiny, 2.5 * unit)
-        yield _w4a16(device, dtype, num_tokens, tiny, unit)
-        yield _moe(device, dtype, num_tokens, tiny, 2.5 * unit)
+def lora_cases(setting: Setting) -> Iterator[Case]:
+    for num_tokens in _sizes(setting):
+        yield _lora(setting.device, setting.dtype, num_tokens, setting.tiny, 2.5 * setting.unit)
+
+
+def w4a16_cases(setting: Setting) -> Iterator[Case]:
+    for num_tokens in _sizes(setting):
+        yield _w4a16(setting, num_tokens, setting.unit)
+
+
+def experts_cases(setting: Setting) -> Iterator[Case]:
+    for num_tokens in _sizes(setting):
+        yield _moe(setting.device, setting.dtype, num_tokens, setting.tiny, 2.5 * setting.unit)
+
+
+def _sizes(setting: Setting) -> tuple[int, ...]:
+    """Tokens of a step. Operands are scaled for results of size 1; tolerances as tests/tolerances.py, PRODUCT, where u
+    is half of setting.unit."""
+    return (5,) if setting.tiny else (1, 16, 256, 2048)
 
 
 def normal(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -64,19 +77,23 @@ def _lora(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool,
     return Case("lora", f"{num_tokens} x {n_in}", call, oracle, tolerance, moved, flops)
 
 
-def _w4a16(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool, tolerance: float) -> Case:
-    n_in, n_out = (64, 80) if tiny else (4096, 14336)
+def _w4a16(setting: Setting, num_tokens: int, tolerance: float) -> Case:
+    device, dtype, sms = setting.device, setting.dtype, setting.num_sms
+    n_in, n_out = (64, 80) if setting.tiny else (4096, 14336)
     packed = Packed(*(part.to(device) for part in quantise(torch.randn(n_out, n_in) / n_in**0.5, 4)))
     matrix, x = Matrix(packed), torch.randn(num_tokens, n_in, device=device).to(dtype)
     out = torch.full((num_tokens, n_out), torch.nan, device=device).to(dtype)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    dense = torch.randn(n_out, n_in, device=device).to(dtype)
 
     def oracle() -> Tensor:
         return x.double() @ dequantise(packed).double().T
 
     moved = n_in * n_out // 2 + 4 * packed.scales.numel() + (x.numel() + out.numel()) * dtype.itemsize
     label, flops = f"{num_tokens} x {n_in} x {n_out}", 2 * num_tokens * n_in * n_out
-    return Case("w4a16 linear", label, lambda: matrix(x, out, sms), oracle, tolerance, moved, flops)
+    rivals = {"bf16": lambda: F.linear(x, dense)}
+    return Case(
+        "w4a16 linear", label, lambda: matrix.multiply(x, out, sms), oracle, tolerance, moved, flops, rivals=rivals
+    )
 
 
 def _moe(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool, tolerance: float) -> Case:

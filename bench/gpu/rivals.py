@@ -1,7 +1,8 @@
 """Part `peers` of bench/gpu/run.py: nano-vllm's requests on this engine and on those that are installed beside it.
 
 Each runs in a process of its own over the same files (random weights, written once), one after the other and the whole
-row twice, so that no engine has the card's coolest minute alone. What is not installed is said to be, not left out.
+row twice, so that no engine has the card's coolest minute alone: once each time, after a few requests to warm up. What
+is not installed is said to be, not left out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from card import NOT_MEASURED
+from case import NO_TIME, Rows
 from common import note, spread
 from serving import OVERRIDES, Requests, nano_requests
 
@@ -27,10 +29,9 @@ from minivllm.models.spec import ModelSpec
 
 PACKAGES = {"minivllm": "minivllm", "transformers": "transformers", "vllm": "vllm", "nano-vllm": "nanovllm"}
 PASSES = 2
-SECONDS = 540  # the longest that one process may take
 
 
-def peers(args: Namespace, device: torch.device) -> list[dict[str, Any]]:
+def peers(args: Namespace, device: torch.device, rows: Rows) -> None:
     tiny = device.type == "cpu"
     requests = nano_requests(4, 3, 12, 500) if tiny else nano_requests()
     found: dict[str, list[float]] = {}
@@ -39,19 +40,21 @@ def peers(args: Namespace, device: torch.device) -> list[dict[str, Any]]:
         export("tiny" if tiny else "qwen3-0.6b", Path(folder), device)
         for pass_ in range(PASSES):
             for name in PACKAGES:
-                if name in failed:
+                if name in failed or rows.left <= 0:
                     continue
                 note(f"pass {pass_ + 1} of {PASSES}: {name}")
-                answer = _ask(name, folder, device, requests, args)
+                answer = _ask(name, folder, device, requests, args, rows.left)
                 if "error" in answer:
                     failed[name] = answer["error"]
                 found.setdefault(name, []).extend(answer.get("seconds", []))
-    return [_row(name, found.get(name, []), failed.get(name), requests, tiny) for name in PACKAGES]
+    for name in PACKAGES:
+        rows.add(_row(name, found.get(name, []), failed.get(name), requests, tiny))
 
 
 def _row(name: str, seconds: list[float], failure: str | None, requests: Requests, tiny: bool) -> dict[str, Any]:
-    if failure is not None or tiny:
-        return {"engine": name, "tokens_per_s": NOT_MEASURED, "why": failure or "a CPU stands in for the card"}
+    if failure is not None or tiny or not seconds:
+        why = failure or ("a CPU stands in for the card" if seconds else NO_TIME)
+        return {"engine": name, "tokens_per_s": NOT_MEASURED, "why": why}
     rates = spread([sum(requests.num_tokens) / s for s in seconds], 1)
     return {"engine": name, "tokens_per_s": rates["median"], "why": "", "spread": rates}
 
@@ -70,16 +73,18 @@ def export(name: str, folder: Path, device: torch.device) -> None:
     write_tokenizer(folder, spec.vocab_size)
 
 
-def _ask(name: str, folder: str, device: torch.device, requests: Requests, args: Namespace) -> dict[str, Any]:
-    job = {"engine": name, "folder": folder, "device": device.type, "rounds": args.rounds, "longest": requests.longest}
+def _ask(
+    name: str, folder: str, device: torch.device, requests: Requests, args: Namespace, seconds: float
+) -> dict[str, Any]:
+    job = {"engine": name, "folder": folder, "device": device.type, "longest": requests.longest}
     job |= {"prompts": requests.prompts, "num_tokens": requests.num_tokens, "overrides": OVERRIDES | args.overrides}
     command = [sys.executable, str(Path(__file__).with_name("rival.py"))]
     with tempfile.TemporaryFile("w+") as said:
         try:
             pipes = {"input": json.dumps(job), "stdout": subprocess.PIPE, "stderr": said, "text": True}
-            done = subprocess.run(command, **pipes, timeout=SECONDS, env=_env())
+            done = subprocess.run(command, **pipes, timeout=seconds, env=_env())
         except subprocess.TimeoutExpired:
-            return {"error": f"no answer in {SECONDS} s"}
+            return {"error": f"no answer in the {seconds:.0f} s that were left"}
         if done.returncode == 0:
             return json.loads(done.stdout.splitlines()[-1])
         said.seek(0)

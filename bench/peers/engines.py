@@ -82,8 +82,9 @@ def known_engines(threads: int) -> dict[str, Engine]:
 
 
 def environment(engine: Engine) -> dict[str, str]:
-    """Ours less what would change an engine's own choices, and less what only a shell of this project sets."""
-    dropped = ("OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "PYTHONPATH", "VIRTUAL_ENV")
+    """Ours less what would change an engine's own choices, and less what only a shell of this project sets. Bytecode is
+    kept: what pip installed has it already, and a package that is run in place would compile itself at every start."""
+    dropped = ("OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     env |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"} | engine.env
     if engine.files == "ours":

@@ -298,8 +298,13 @@ def check(results: dict[str, Any]) -> None:
     for name in BUILDERS[:2]:
         assert cold[0][name]["min"] > first[name]["min"], "caches do not matter to the host"
     assert cold[-1]["persistent"]["min"] < cold[-1]["rebuild"]["min"], "with cold caches nothing is gained"
+    assert results["cold_crossing"] >= results["crossing"], "warm caches flatter nobody"
+    assert last["gather"]["min"] < 2 * last["persistent"]["min"], "gathering is another matter on a CPU too"
     assert last["persistent"]["min"] < last["schedule"]["min"] + last["update"]["min"], "preparing is the larger part"
+    alone = {row["num_reqs"]: row for row in rows}
     for row in results["engine"]:
+        for name in BUILDERS[:2] if row["num_reqs"] in alone else ():
+            assert row[name]["prepare"]["min"] > alone[row["num_reqs"]][name]["min"], "the model leaves caches warm"
         assert row["persistent"]["host"]["min"] < row["model"]["min"], "the model is not what takes the time here"
     assert all(row["rebuild"] > row["persistent"] for row in results["shares"])
 

@@ -120,11 +120,18 @@ def measure(smoke: bool) -> dict[str, Any]:
 def check(results: dict[str, Any]) -> None:
     """What the text claims, true on any machine."""
     rows = results["rows"]
+    first, last = rows[0], rows[-1]
     assert not any(row["failed"] for row in rows), "the server turned somebody away"
-    assert rows[-1]["latency_p99"] > 1.5 * rows[0]["latency_p99"], "more requests than it can answer cost nothing"
-    assert rows[-1]["attained"] < rows[0]["attained"], "as many users are content as before"
-    assert rows[-1]["goodput"] < rows[-1]["request_rate"], "every answer came in time"
-    assert results["closed"]["latency_p99"] < rows[-1]["latency_p99"], "users who wait see the queue too"
+    assert last["latency_p99"] > 1.5 * first["latency_p99"], "more requests than it can answer cost nothing"
+    assert last["attained"] < first["attained"], "as many users are content as before"
+    assert last["goodput"] < last["request_rate"], "every answer came in time"
+    assert results["closed"]["latency_p99"] < last["latency_p99"], "users who wait see the queue too"
+    grown = {metric: last[metric] - first[metric] for metric in ("ttft_p50", "latency_p50")}
+    assert grown["ttft_p50"] < grown["latency_p50"] / 2, "what grew was the time before a request's turn"
+    if len(rows) > 2:  # the smoke test has the two ends alone
+        little = rows[1]["latency_p50"] - first["latency_p50"]
+        assert little < last["latency_p50"] - rows[1]["latency_p50"], "the curve does not turn upwards"
+        assert last["goodput"] < results["best"]["goodput"], "an overload is no loss to those who wait"
 
 
 def tell(results: dict[str, Any]) -> str:

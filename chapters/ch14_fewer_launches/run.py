@@ -208,8 +208,9 @@ def check(results: dict[str, Any]) -> None:
     )
     feel = [bar["min"] for bar in results["feel"]]
     assert feel == sorted(feel, reverse=True), "less maths takes no less time"
+    assert feel[0] < 32 / 4 * feel[1], "the step got faster by as much as its weights got smaller"
     first, sixteen = results["rows"][0], results["sixteen"]
-    assert sixteen["eager"]["min"] < 4 * first["eager"]["min"], "sixteen tokens take as long as sixteen steps"
+    assert sixteen["eager"]["min"] < 3 * first["eager"]["min"], "sixteen tokens take much longer than one"
     assert first["one_call"]["min"] < first["compiled"]["min"] < first["eager"]["min"], "fewer launches cost more"
     assert results["gains"]["one_call"][0] > results["gains"]["one_call"][1], "launches weigh as much in a large step"
     assert results["wide"][0]["saved"] > 0, "one call is no faster on the model itself"

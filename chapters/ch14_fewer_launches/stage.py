@@ -129,4 +129,4 @@ def in_pieces(model: nn.Module, size: int, recorder: Recorder) -> Forward:
 def in_whole(stage: Stage, size: int, recorder: Recorder) -> Forward:
     """Recorded from end to end (V0's way). The stage's attention then leaves what it prepares at fixed addresses."""
     stage.attention = StaticAttention(stage.attention, stage.sizes)
-    return FullForward(eager(stage.model), stage.model, CPU, Captures((size,), recorder))
+    return FullForward(eager(stage.model), stage.model, CPU, {1: Captures((size,), recorder)})

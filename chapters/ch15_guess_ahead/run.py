@@ -267,6 +267,7 @@ def check(results: dict[str, Any]) -> None:
     assert all(row["equal"] for row in rows), "a guess changed the output"
     given = {name: row["always"]["tokens_a_step"] for name, row in texts.items()}
     assert given["records"] > 2, "guessing does not help to copy"
+    assert texts["records"]["always"]["speed_up"]["median"] > 1, "a step with guesses takes as much longer as it gives"
     assert given["story"] < 0.6 * given["records"], "the look-up knows what nobody has written yet"
     heat = [row["accepted_percent"] for row in results["sampled"]]
     assert heat[0] > heat[-1], "drawn tokens are guessed as well as likely ones"
@@ -275,6 +276,7 @@ def check(results: dict[str, Any]) -> None:
     first, last = crowds[0], crowds[-1]
     assert last["always"]["speed_up"]["median"] < first["always"]["speed_up"]["median"], "a full step has room too"
     assert last["adaptive"]["guessed_a_step"] < last["always"]["guessed_a_step"], "the throttle lets everything through"
+    assert last["adaptive"]["guessed_a_step"] < first["adaptive"]["guessed_a_step"], "the throttle sees no company"
     # Chi-square with 5 degrees of freedom is above 36 once in a million draws of this many.
     assert fair["chi_square"] < 36 < fair["naive_chi_square"], "the rejection sampler is not fair"
     assert abs(fair["accepted_percent"] - fair["possible_percent"]) < 4

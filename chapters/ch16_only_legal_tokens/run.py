@@ -242,6 +242,7 @@ def check(results: dict[str, Any]) -> None:
     assert 0 < steps["overruled"] < steps["num"] and steps["single"] < steps["forced"]
     assert results["guesses"]["equal"] and results["guesses"]["drafted"] > 0, "a guess changed an answer"
     assert max(abs(row["masked"] - row["own"]) for row in results["chances"]) > 1, "the mask keeps the distribution"
+    assert results["chances"][-1]["masked"] > results["chances"][-1]["own"], "a likely beginning helps nobody"
     assert 32 * results["mask_bytes"] == results["logits_bytes"]
     found = [cost[name]["min"] for name in ("kept", "tree", "one_by_one")]
     assert found == sorted(found) and 10 * found[0] < found[1] < found[2] / 10, "a mask costs the same either way"

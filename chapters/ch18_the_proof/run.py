@@ -171,6 +171,8 @@ def check(results: dict[str, Any]) -> None:
     assert by_name["scheduler"]["computed"] == v0["computed"], "a scheduler computes other tokens"
     assert by_name["inputs"]["computed"] == v0["computed"]
     assert by_name["prefix"]["computed"] < v1["computed"], "pieces do not hide a prefix from who comes next"
+    both = by_name["prefix + scheduler"]["gap_tokens"] / by_name["prefix"]["gap_tokens"]
+    assert both < by_name["prefix"]["gap_tokens"] / v0["gap_tokens"] < 1, "the scheduler's is not the largest step"
     assert by_name["scheduler"]["gap_tokens"] < 0.7 * by_name["prefix"]["gap_tokens"], "the gain is another's"
     assert by_name["inputs"]["gap_tokens"] == v0["gap_tokens"]
     assert by_name["scheduler"]["long_steps"] > v0["long_steps"], "pieces take no more steps"

@@ -1,5 +1,5 @@
-"""Products with a bf16 matrix on the CPU's matrix unit (AMX) or vector unit (AVX-512 BF16): dense_linear.cpp. The layout
-is dense.h's affair.
+"""Products with a bf16 matrix on the CPU's matrix unit (AMX) or vector unit (AVX-512 BF16): dense_linear.cpp. The
+layout is dense.h's affair.
 
 Its twin, slow and obviously right, is a float64 product.
 """

@@ -1,5 +1,7 @@
 """Launching LoRA's products on a GPU: the adapters of a layer by slot, and a step's tokens by adapter."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from minivllm.kernels.triton import shrink_expand
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.kernels.triton.tiles import power_of_two
+from minivllm.upload import upload
 
 MAX_SPLITS = 8
 BLOCK_N = 128
@@ -26,9 +29,9 @@ class Tasks:
             end = start + len(tokens)
             tasks += [(slot, i, min(i + self.block_m, end)) for i in range(start, end, self.block_m)]
             start = end
-        self.tasks = torch.tensor(tasks, dtype=torch.int32, device=device)
+        self.tasks = upload(np.array(tasks, np.int32), device)
         rows = np.concatenate([tokens for _, tokens in groups])
-        self.tokens = torch.tensor(rows, dtype=torch.int32, device=device)
+        self.tokens = upload(rows.astype(np.int32), device)
         self.max_token = int(rows.max())
 
 
@@ -75,6 +78,14 @@ class SlotTable:
         bounds = [(part.start, part.stop - part.start) for part in columns]
         self.widest = max(width for _, width in bounds)
         self.bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
+
+    def grown(self, max_rank: int) -> SlotTable:
+        """One for adapters of so many ranks, with those that are here."""
+        rank, parts = self.sizes.rank, self.sizes.num_parts
+        new = SlotTable(len(self.a), self.sizes.n_in, self.columns, max_rank, self.a.dtype, self.a.device)
+        new.a.unflatten(1, (parts, -1))[:, :, :rank] = self.a.unflatten(1, (parts, rank))
+        new.b[:, :rank] = self.b
+        return new
 
     def clear(self, slot: int) -> None:
         self.a[slot] = 0

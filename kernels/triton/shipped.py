@@ -4,13 +4,18 @@ tests/kernels/test_compiled.py compiles them for each generation of NVIDIA GPUs 
 and tiles come from the functions that launch, so that what is checked is what runs.
 """
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from minivllm.kernels.triton import (
     attention,
     cache,
     draw,
+    elementwise,
     experts,
     gather,
     inputs,
@@ -22,6 +27,7 @@ from minivllm.kernels.triton import (
     rejection,
     sampling,
     shrink_expand,
+    tuned,
     w4a16,
 )
 from minivllm.kernels.triton.tiles import Tile, attention_tiles
@@ -87,6 +93,8 @@ def shipped() -> Iterator[Shipped]:
         yield _join(shape)
     for shape in CODES:
         yield from _attention(shape, (True,))
+    for path in sorted(tuned.FOLDER.glob("*.json")):
+        yield from _tuned(path)
     yield from _writes()
     yield from _cache()
     yield from _norms()
@@ -112,6 +120,27 @@ def _attention(shape: Shape, splits: tuple[bool, ...]) -> Iterator[Shipped]:
         constants = paged.constants(shape.head, page, tile, False, kind) | more
         name = f"prefill, {shape.model}{', sm_80' * (archs == (80,))}"
         yield _shipped(name, attention.prefill_kernel, types, constants, tile, matrix="large", archs=archs)
+
+
+def _tuned(path: Path) -> Iterator[Shipped]:
+    """What a card's file lets run on its generation, of eight KV heads and blocks of 16."""
+    archs = (10 * json.loads(path.read_text())["major"],)
+    for known, plan in tuned.load(path).items():
+        head = paged.Head(8 * known.group, 8, known.head_size, 0.1, 2047 if known.window else 0, 0.0)
+        dtype = {"float32": "fp32", "float16": "fp16"}.get(known.dtype, "bf16")
+        kind = elementwise.KINDS.get(getattr(torch, known.dtype), 0)
+        label = f"{path.stem}, {known.head_size} x {known.group}{', window' * known.window}, {known.dtype}"
+        shape = Shape(label, head, dtype, 16, kind)
+        types, more = _attention_types(shape), {"slopes": None, "sinks": None}
+        for tile in dict.fromkeys(step.tile for step in plan.decode):
+            for split in (False, True):
+                constants = paged.constants(head, 16, tile, False, kind) | {"SPLIT": split} | more
+                name = f"decode{' split' * split}, {label}, {tuple(tile)}"
+                yield _shipped(name, attention.decode_kernel, types, constants, tile, matrix="small", archs=archs)
+        for tile in dict.fromkeys(step.tile for step in plan.prefill):
+            constants = paged.constants(head, 16, tile, False, kind) | more
+            name = f"prefill, {label}, {tuple(tile)}"
+            yield _shipped(name, attention.prefill_kernel, types, constants, tile, matrix="large", archs=archs)
 
 
 def _join(shape: Shape) -> Shipped:

@@ -38,10 +38,10 @@ MISSING = (
 )
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """The requests of one call. Tensors int32 on the device."""
 
-    part: Part
+    part: Part | None  # None: not of a batch
     seq_lens: Tensor  # [n]
     tables: Tensor  # [n, blocks]
     query_start: Tensor  # [n + 1]
@@ -52,8 +52,8 @@ class _Call(NamedTuple):
 
 class _Meta(NamedTuple):
     slots: Tensor  # [padded T] int64
-    decodes: _Call | None
-    others: _Call | None
+    decodes: Call | None
+    others: Call | None
     num_tokens: int
 
 
@@ -63,11 +63,11 @@ class Library(Protocol):
 
     block_multiple: int
 
-    def decode(self, q: Tensor, keys: Tensor, values: Tensor, call: _Call, options: dict[str, Any]) -> Tensor:
+    def decode(self, q: Tensor, keys: Tensor, values: Tensor, call: Call, options: dict[str, Any]) -> Tensor:
         """q [n, heads, head_size], a query for each request -> like q."""
         ...
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, call: _Call, options: dict[str, Any]) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, call: Call, options: dict[str, Any]) -> Tensor:
         """q [queries, heads, head_size], request after request -> like q."""
         ...
 
@@ -78,11 +78,11 @@ class FlashAttention2:
     def __init__(self, module: ModuleType):
         self.module = module
 
-    def decode(self, q: Tensor, keys: Tensor, values: Tensor, call: _Call, options: dict[str, Any]) -> Tensor:
+    def decode(self, q: Tensor, keys: Tensor, values: Tensor, call: Call, options: dict[str, Any]) -> Tensor:
         lengths = {"cache_seqlens": call.seq_lens, "block_table": call.tables}
         return self.module.flash_attn_with_kvcache(q[:, None], keys, values, **lengths, **options)[:, 0]
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, call: _Call, options: dict[str, Any]) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, call: Call, options: dict[str, Any]) -> Tensor:
         lengths = call.query_start, call.key_start, call.max_query, call.max_seq
         return self.module.flash_attn_varlen_func(q, keys, values, *lengths, block_table=call.tables, **options)
 
@@ -93,20 +93,23 @@ class FlashAttention3:
     def __init__(self, module: ModuleType):
         self.module = module
 
-    def decode(self, q: Tensor, keys: Tensor, values: Tensor, call: _Call, options: dict[str, Any]) -> Tensor:
+    def decode(self, q: Tensor, keys: Tensor, values: Tensor, call: Call, options: dict[str, Any]) -> Tensor:
         lengths = {"cache_seqlens": call.seq_lens, "page_table": call.tables}
         return self.module.flash_attn_with_kvcache(q[:, None], keys, values, **lengths, **options)[:, 0]
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, call: _Call, options: dict[str, Any]) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, call: Call, options: dict[str, Any]) -> Tensor:
         lengths = {"cache_seqlens": call.seq_lens, "page_table": call.tables}
         queries = {"cu_seqlens_q": call.query_start, "max_seqlen_q": call.max_query}
         return self.module.flash_attn_with_kvcache(q, keys, values, **lengths, **queries, **options)
 
 
-def load_library(capability: tuple[int, int]) -> Library:
-    """capability: of the CUDA device. Raises ImportError with what to install."""
-    if capability[0] == 9 and find_spec("flash_attn_interface") is not None:
+def load_library(capability: tuple[int, int], generation: int | None = None) -> Library:
+    """capability: of the CUDA device. generation: None: 3 where it is installed and the card is Hopper, else 2. Raises
+    ImportError with what to install."""
+    if generation != 2 and capability[0] == 9 and find_spec("flash_attn_interface") is not None:
         return FlashAttention3(import_module("flash_attn_interface"))
+    if generation == 3:
+        raise ImportError(MISSING)
     module = import_module("flash_attn") if find_spec("flash_attn") is not None else None
     if not hasattr(module, "flash_attn_with_kvcache"):  # FlashAttention 4 alone brings a package of this name, too
         raise ImportError(MISSING)
@@ -169,12 +172,12 @@ class FlashBackend:
         decodes, others = (part and self._call(batch, part) for part in split(batch, self.device))
         return _Meta(slots, decodes, others, batch.num_tokens)
 
-    def _call(self, batch: InputBatch, part: Part) -> _Call:
+    def _call(self, batch: InputBatch, part: Part) -> Call:
         seq_lens = batch.seq_lens[part.requests]
         key_start = np.concatenate([[0], np.cumsum(seq_lens)])
         arrays = seq_lens, batch.block_tables[part.requests], part.query_start, key_start
         tensors = (torch.tensor(array, dtype=torch.int32, device=self.device) for array in arrays)
-        return _Call(part, *tensors, part.max_query, int(seq_lens.max()))
+        return Call(part, *tensors, part.max_query, int(seq_lens.max()))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor

@@ -108,9 +108,9 @@ class FlashInferBackend:
         slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
         decodes, others = split(batch, self.device)
         if decodes is not None:
-            self._plan_decodes(self._pages(batch, decodes))
+            self.plan_decodes(self._pages(batch, decodes))
         if others is not None:
-            self._plan_others(self._pages(batch, others), torch.from_numpy(others.query_start))
+            self.plan_others(self._pages(batch, others), torch.from_numpy(others.query_start))
         if self.planned is not None:
             self.planned.record()
         self.step += 1
@@ -119,12 +119,12 @@ class FlashInferBackend:
     def _pages(self, batch: InputBatch, part: Part) -> _Pages:
         return csr_pages(batch.seq_lens[part.requests], batch.block_tables[part.requests], self.spec.block_size)
 
-    def _plan_decodes(self, pages: _Pages) -> None:
+    def plan_decodes(self, pages: _Pages) -> None:
         for layer, wrapper in self.decode.items():
             heads = layer.num_heads, layer.num_kv_heads, layer.head_size
             wrapper.plan(*pages, *heads, self.spec.block_size, **self._options(layer))
 
-    def _plan_others(self, pages: _Pages, query_start: Tensor) -> None:
+    def plan_others(self, pages: _Pages, query_start: Tensor) -> None:
         for layer, wrapper in self.prefill.items():
             heads = layer.num_heads, layer.num_kv_heads, layer.head_size
             wrapper.plan(query_start, *pages, *heads, self.spec.block_size, causal=True, **self._options(layer))

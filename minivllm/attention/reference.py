@@ -47,7 +47,7 @@ class ReferenceAttention:
         self.spec = spec
         self.block_size = spec.block_size
         self.device = torch.device(device)
-        self.graphs: Literal["none", "decode"] = "decode" if self.device.type == "cpu" else "none"
+        self.graphs: Literal["none", "uniform"] = "uniform" if self.device.type == "cpu" else "none"
         self.compute_dtype = compute_dtype
 
     @classmethod

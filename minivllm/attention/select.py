@@ -10,8 +10,7 @@ from minivllm.attention.base import AttentionBackend, AttentionSpec
 from minivllm.errors import ConfigError
 from minivllm.registry import Registry
 
-# Best first, each with what speaks for it. What is not listed runs only when it is named: triton, flash, flashinfer and
-# flex, until a GPU has run them (`bench/gpu/run.py --part correctness`), and pairs.
+# Best first, each with what speaks for it. What is not listed runs only when it is named, as do pairs.
 PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
     "cpu": (
         ("cpu", "C++ kernels that read the blocks where they lie"),
@@ -20,6 +19,8 @@ PREFERENCES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "cuda": (("sdpa", "batched matrix products over gathered blocks"), ("reference", "the slow oracle")),
 }
+# A backend that no card has run (`bench/gpu/run.py --part correctness`) is nobody's default.
+BY_NAME: dict[str, tuple[str, ...]] = {"cuda": ("triton", "flash", "flashinfer", "flex")}
 
 
 class Choice(NamedTuple):
@@ -51,7 +52,7 @@ def choose(
         if backend is not None:
             if candidate == "sdpa" and any(layer.soft_cap is not None for layer in layers):
                 merit = f"{merit}; soft-capped scores in plain torch, without a fused kernel"
-            return backend, Choice(candidate, _reason(merit, passed_over, _slower(candidate, device, registry)))
+            return backend, Choice(candidate, _reason(merit, passed_over, candidate, device, registry))
         passed_over.append(f"{candidate} off: {obstacle}")
     why = "; ".join(passed_over) or f"none is made for {device.type}"
     way_out = "kv.dtype=auto" if kv_dtype == torch.int8 else "another model.device"
@@ -76,13 +77,13 @@ def _asked(first: str, second: str | None = None) -> str:
     return "asked for" + (f": {first} for requests with one query, {second} for all others" if second else "")
 
 
-def _slower(chosen: str, device: torch.device, registry: Registry) -> list[str]:
+def _reason(merit: str, passed_over: list[str], chosen: str, device: torch.device, registry: Registry) -> str:
     names = [name for name, _ in PREFERENCES[device.type] if name in registry.names()]
-    return names[names.index(chosen) + 1 :]
-
-
-def _reason(merit: str, passed_over: list[str], slower: list[str]) -> str:
+    slower = names[names.index(chosen) + 1 :]
+    untried = [name for name in BY_NAME.get(device.type, ()) if name in registry.names()]
     parts = [merit]
     if slower:
         parts.append(f"preferred to {', '.join(slower)}")
+    if untried:
+        parts.append(f"{', '.join(untried)} only by name: no card has run them yet")
     return "; ".join(parts + passed_over)

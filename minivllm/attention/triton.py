@@ -16,10 +16,12 @@ from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.rows import with_dense_heads
-from minivllm.kernels.triton.tiles import Tile, attention_tiles, num_splits
+from minivllm.kernels.triton.tiles import Tile, num_splits
+from minivllm.kernels.triton.tuned import Shape, fixed, plan
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
+    from minivllm.compile.context import Turn
     from minivllm.kernels.triton.paged import Requests
     from minivllm.runner.batch import InputBatch
 
@@ -33,7 +35,7 @@ class _Meta(NamedTuple):
 
 
 class TritonAttention:
-    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "decode"
+    graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "uniform"
     kv_layout: ClassVar[str] = HND
     int8_kv: ClassVar[bool] = True
     block_axis: ClassVar[int] = 1
@@ -47,11 +49,12 @@ class TritonAttention:
         tiles: tuple[Tile, Tile] | None = None,
         num_sms: int | None = None,
     ):
-        """tiles: of decode and of prefill; None: those that are shipped for the shape."""
+        """tiles: of decode and of prefill; None: those that are shipped for the shape and the card."""
         from minivllm.kernels.triton import elementwise, paged
 
         in_codes = spec.dtype in elementwise.KINDS
         self.paged, self.write = paged, elementwise.write_codes if in_codes else elementwise.write
+        self.rope_write = elementwise.rope_write
         check_layers(layers, spec)
         assert in_codes or spec.dtype in paged.DTYPES, spec.dtype
         self.spec = spec
@@ -59,9 +62,10 @@ class TritonAttention:
         on_gpu = self.device.type == "cuda"
         self.num_sms = num_sms or (torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1)
         major = torch.cuda.get_device_capability(device)[0] if on_gpu else 9
+        card = torch.cuda.get_device_name(device) if on_gpu else None
         self.scratch = paged.Scratch(self.device)
         self.heads = {layer: _head(paged.Head, layer) for layer in layers}
-        self.tiles = {layer: tiles or _tiles(layer, spec, major) for layer in layers}
+        self.plans = {layer: fixed(*tiles) if tiles else plan(_shape(layer, spec), major, card) for layer in layers}
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -101,17 +105,28 @@ class TritonAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
     ) -> None:
+        self.write(with_dense_heads(k), with_dense_heads(v), *kv, meta.slots)
+        self._attend(with_dense_heads(q), kv, meta, layer, out)
+
+    def turn_and_attend(
+        self, qkv: Tensor, turn: Turn, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
+    ) -> None:
+        """qkv [T, heads + 2 kv_heads, head_size] before norm and rotation: both, and the write, are one launch."""
+        q = torch.empty_like(out)
+        self.rope_write(with_dense_heads(qkv), q, *kv, meta.slots, *turn)
+        self._attend(q, kv, meta, layer, out)
+
+    def _attend(self, q: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor) -> None:
         paged, head = self.paged, self.heads[layer]
-        q, k, v = with_dense_heads(q), with_dense_heads(k), with_dense_heads(v)
         keys, values = kv
-        self.write(k, v, keys, values, meta.slots)
-        decode, prefill = self.tiles[layer]
+        plan = self.plans[layer]
         if meta.decodes is not None:
+            decode = plan.decode_tile(len(meta.decodes.rows))
             most = min(meta.longest_decode, layer.sliding_window or meta.longest_decode) // decode.block_n + 1
             splits = num_splits(len(meta.decodes.rows), layer.num_kv_heads, self.num_sms, most)
             paged.decode(q, keys, values, meta.decodes, head, out, self.scratch, decode, splits)
         if meta.others is not None:
-            paged.prefill(q, keys, values, meta.others, head, out, prefill)
+            paged.prefill(q, keys, values, meta.others, head, out, plan.prefill_tile(meta.others.num_queries))
         if out.shape[0] > meta.num_tokens:  # nobody reads padding rows, but they pass through the layers that follow
             out[meta.num_tokens :].zero_()
 
@@ -121,6 +136,6 @@ def _head(cls: type, layer: AttentionSpec):
     return cls(*heads, layer.scale, layer.sliding_window or 0, layer.soft_cap or 0.0)
 
 
-def _tiles(layer: AttentionSpec, spec: KVSpec, major: int) -> tuple[Tile, Tile]:
-    shape = layer.num_heads // layer.num_kv_heads, layer.head_size, spec.dtype.itemsize
-    return attention_tiles(*shape, layer.sliding_window is not None, major)
+def _shape(layer: AttentionSpec, spec: KVSpec) -> Shape:
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return Shape(layer.head_size, layer.num_heads // layer.num_kv_heads, dtype, layer.sliding_window is not None)

@@ -1,70 +1,46 @@
-"""Where a capture stops: at attention, which runs by itself and reads the step's own metadata.
+"""Where a capture stops: at what reads the step's own data. That is attention, and what an adapter adds to a layer.
 
-While a forward is being recorded, something else stands where its attention backend would. It is handed what attention
-gets, and whoever records decides: to end a graph here and begin another behind it, or to attend on tensors that were
-kept. So a model as it is written is cut at the same places as a traced one, without a compiler.
+While a forward is being recorded, `context.aside` hands over what it would have done, and whoever records decides: to
+end a graph here and begin another behind it, or to do it on tensors that were kept. So a model as it is written is cut
+at the same places as a traced one, without a compiler (a breakable capture, as SGLang's piecewise graphs have it).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from minivllm.compile.context import ForwardContext, attending_by, current
-
-if TYPE_CHECKING:
-    from minivllm.attention.base import AttentionSpec
+from minivllm.compile.context import interrupted_by
 
 
-@dataclass(frozen=True, slots=True)
-class Break:
-    """One attention of a forward."""
+class Break(NamedTuple):
+    """One call that a capture must not hold."""
 
-    context: ForwardContext  # of the step that it was met in
-    q: Tensor  # [T, heads, head_size]
-    k: Tensor  # [T, kv_heads, head_size]
-    v: Tensor  # like k
-    kv: Tensor
-    layer: AttentionSpec
-    out: Tensor  # like q
+    run: Callable[..., None]  # changes some of the tensors; finds its step's data in the context, or by itself
+    tensors: Sequence[Tensor]
+    constants: dict[str, Any]
 
-    def attend(self) -> None:
-        self._attend(self.context)
+    def do(self) -> None:
+        """With the data of the step that runs now."""
+        self.run(*self.tensors, **self.constants)
 
-    def attend_now(self) -> None:
-        """With the metadata of the step that runs now."""
-        context = current()
-        self._attend(context)
-
-    def attend_for(self, other: Break) -> None:
-        """What `other`, the same attention of a later step, would do, on the tensors that this one has kept."""
-        assert self.layer == other.layer and self.kv.data_ptr() == other.kv.data_ptr(), "another layer, or its cache"
-        for kept, new in ((self.q, other.q), (self.k, other.k), (self.v, other.v)):
+    def do_for(self, other: Break) -> None:
+        """What `other`, the same call of a later step, would do, on the tensors that this one has kept."""
+        assert (self.run, self.constants) == (other.run, other.constants), "the calls came in another order"
+        for kept, new in zip(self.tensors, other.tensors, strict=True):
             kept.copy_(new)
-        self._attend(other.context)
-        other.out.copy_(self.out)
-
-    def _attend(self, context: ForwardContext) -> None:
-        context.backend.forward(self.q, self.k, self.v, self.kv, context.meta, self.layer, self.out)
+        self.do()
+        for kept, new in zip(self.tensors, other.tensors, strict=True):
+            new.copy_(kept)
 
 
-class _Breaking:
-    """Stands where an attention backend would."""
+def broken_off(forward: Callable[..., Tensor], args: Sequence[Tensor], interrupt: Callable[[Break], None]) -> Tensor:
+    """forward(*args), with everything that is done aside left to `interrupt`. Inside of a forward context."""
 
-    def __init__(self, context: ForwardContext, interrupt: Callable[[Break], None]):
-        self._context = context
-        self._interrupt = interrupt
+    def hand_over(run: Callable[..., None], *tensors: Tensor, **constants: Any) -> None:
+        interrupt(Break(run, tensors, constants))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: Any, layer: Any, out: Tensor) -> None:
-        self._interrupt(Break(self._context, q, k, v, kv, layer, out))
-
-
-def broken_at_attention(
-    forward: Callable[..., Tensor], args: Sequence[Tensor], interrupt: Callable[[Break], None]
-) -> Tensor:
-    """forward(*args), with each attention left to `interrupt`. Inside of a forward context."""
-    with attending_by(_Breaking(current(), interrupt)):
+    with interrupted_by(hand_over):
         return forward(*args)

@@ -7,11 +7,11 @@ lets it be traced once, split at this call and captured (vLLM's `forward_context
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class ForwardContext:
     meta: Any  # what backend.prepare() returned for this step
     kv_caches: list[Tensor]  # one a layer, of backend.kv_shape()
     layers: list[AttentionSpec]
+    interrupt: Callable[..., None] | None = None  # while a capture is made: gets what `aside` is called with
 
 
 _current: ContextVar[ForwardContext] = ContextVar("minivllm_forward_context")
@@ -44,9 +45,9 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
 
 
 @contextmanager
-def attending_by(backend: Any) -> Iterator[None]:
-    """Inside of a forward: something else stands where its attention backend would."""
-    token = _current.set(replace(current(), backend=backend))
+def interrupted_by(interrupt: Callable[..., None]) -> Iterator[None]:
+    """Inside of a forward: whatever is done aside is handed over instead of being done."""
+    token = _current.set(replace(current(), interrupt=interrupt))
     try:
         yield
     finally:
@@ -58,6 +59,15 @@ def current() -> ForwardContext:
     context = _current.get()
     assert context is not None, "outside of a forward"
     return context
+
+
+def aside(run: Callable[..., None], *tensors: Tensor, **constants: Any) -> None:
+    """run(*tensors, **constants): it changes tensors, by what this step alone knows, so no capture may hold it."""
+    context = _current.get(None)
+    if context is None or context.interrupt is None:
+        run(*tensors, **constants)
+    else:
+        context.interrupt(run, *tensors, **constants)
 
 
 def _attend_into(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int) -> None:
@@ -76,6 +86,45 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
     """Write k and v into layer's cache, then attend. q [T, heads, head_size], k and v [T, kv_heads, head_size] -> like
     q, contiguous. Outside of a forward context the model is being traced: then it is an operation of the graph."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    run = _attend_op if _current.get(None) is None else _attend_into
-    run(q, k, v, out, layer)
+    if _current.get(None) is None:
+        _attend_op(q, k, v, out, layer)
+    else:
+        aside(_attend_into, q, k, v, out, layer=layer)
+    return out
+
+
+class Turn(NamedTuple):
+    """How q and k are normed and rotated."""
+
+    positions: Tensor  # [T] int64
+    cos: Tensor  # [max_position, head_size / 2]
+    sin: Tensor  # like cos
+    weight: Tensor | None  # [2, head_size]: of q's RMSNorm and of k's; None: no norm
+    eps: float
+
+
+def _attend_turned_into(
+    qkv: Tensor, positions: Tensor, out: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, layer: int
+) -> None:
+    context, turn = _current.get(), Turn(positions, cos, sin, weight, eps)
+    context.backend.turn_and_attend(qkv, turn, context.kv_caches[layer], context.meta, context.layers[layer], out)
+
+
+_attend_turned_op = opaque(
+    "attend_turned(Tensor qkv, Tensor positions, Tensor(a!) out, Tensor cos, Tensor sin, Tensor? weight, float eps, "
+    "int layer) -> ()",
+    _attend_turned_into,
+    lambda *_: None,
+)
+
+
+def attend_turned(qkv: Tensor, turn: Turn, num_heads: int, layer: int) -> Tensor:
+    """As attend, of q, k and v [T, heads + 2 kv_heads, head_size] as the product gave them: for a backend that norms,
+    rotates and writes them to the cache in one launch (`turn_and_attend`). -> [T, heads, head_size]."""
+    out = qkv.new_empty(qkv.shape[0], num_heads, qkv.shape[2])
+    positions, cos, sin, weight, eps = turn
+    if _current.get(None) is None:
+        _attend_turned_op(qkv, positions, out, cos, sin, weight, eps, layer)
+    else:
+        aside(_attend_turned_into, qkv, positions, out, cos=cos, sin=sin, weight=weight, eps=eps, layer=layer)
     return out

@@ -3,7 +3,7 @@
 A step is padded to a captured size. Its inputs are copied to where that size's captures read them, and each function
 that was wrapped then replays what it did when it was recorded. What the recording is, a `Recorder` knows:
 
-    CudaGraphs       a graph; where attention runs by itself, several with calls between them
+    CudaGraphs       a graph; where something is done aside (attention), several with calls between them
     RecordedCalls    on a CPU: the call itself, done again on the arguments that it was recorded with, its results
                      copied to where the first ones lie, as a graph would leave them
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minivllm.compile.breaks import Break, broken_at_attention
+from minivllm.compile.breaks import Break, broken_off
 from minivllm.compile.program import Piece
 
 Forward = Callable[[Tensor, Tensor], Tensor]  # token_ids [T], positions [T] -> hidden [T, hidden]
@@ -52,9 +52,25 @@ class Recorder(Protocol):
         """The same, of a function that hands what no capture may hold to `Interrupt`."""
         ...
 
+    def hold(self, tensor: Tensor) -> Tensor:
+        """A tensor at the same place, for later calls to read a replay's result."""
+        ...
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, without owning it."""
+    memory = tensor.untyped_storage()
+    place = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
+    return tensor.new_empty(0).set_(place, tensor.storage_offset(), tensor.shape, tensor.stride())
+
 
 class CudaGraphs:
-    """All graphs use one pool of memory: they never run beside each other."""
+    """All graphs use one pool of memory: they never run beside each other.
+
+    What passes from one graph to the next is known by its address alone. Were it kept, every activation of every layer
+    would have memory of its own, for each size; so its memory is taken again, by later layers and by smaller sizes, as
+    in a forward that is called (vLLM's weak references to what its graphs give).
+    """
 
     def __init__(self, device: torch.device):
         self._pool = torch.cuda.graph_pool_handle()
@@ -67,14 +83,15 @@ class CudaGraphs:
         steps: list[Callable[[], None]] = []
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
-            run(Break.attend)  # what is loaded, compiled or set aside at the first call must not be captured
+            run(Break.do)  # what is loaded, compiled or set aside at the first call must not be captured
             torch.cuda.synchronize()
             graph = self._begin()
 
             def interrupt(broken: Break) -> None:
                 nonlocal graph
                 graph.capture_end()
-                steps.extend((graph.replay, broken.attend_now))
+                again = broken._replace(tensors=[borrowed(tensor) for tensor in broken.tensors])
+                steps.extend((graph.replay, again.do))
                 graph = self._begin()
 
             results = run(interrupt)
@@ -88,6 +105,9 @@ class CudaGraphs:
 
         replay()  # a capture computes nothing
         return Recording(results, replay)
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        return borrowed(tensor)
 
     def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -103,18 +123,21 @@ class RecordedCalls:
         breaks: list[Break] = []
 
         def keep(broken: Break) -> None:
-            broken.attend()
+            broken.do()
             breaks.append(broken)
 
         results = run(keep)
 
         def replay() -> None:
             left = iter(breaks)
-            for result, new in zip(results, run(lambda broken: next(left).attend_for(broken)), strict=True):
+            for result, new in zip(results, run(lambda broken: next(left).do_for(broken)), strict=True):
                 result.copy_(new)
             assert next(left, None) is None, "the call took a shorter way than when it was recorded"
 
         return Recording(results, replay)
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 def make_recorder(device: torch.device) -> Recorder:
@@ -182,10 +205,10 @@ class Captures:
         return self._wrap(piece, lambda args: self._recorder.record(lambda: piece(args)))
 
     def wrap_forward(self, forward: Forward) -> Forward:
-        """forward: captured between its attentions, which run by themselves (a breakable capture)."""
+        """forward: captured between its attentions and whatever else is done aside (a breakable capture)."""
 
         def record(args: list[Any]) -> Recording:
-            return self._recorder.record_around(lambda interrupt: (broken_at_attention(forward, args, interrupt),))
+            return self._recorder.record_around(lambda interrupt: (broken_off(forward, args, interrupt),))
 
         call = self._wrap(lambda args: (forward(*args),), record)
         return lambda token_ids, positions: call([token_ids, positions])[0]
@@ -207,11 +230,13 @@ class Captures:
                 return call(args)
             if size not in recorded:
                 self._refuse_if_sealed()
-                recorded[size] = args, record(args)
-                return recorded[size][1].results
-            wanted, recording = recorded[size]
-            for i, (given, seen) in enumerate(zip(args, wanted, strict=True)):
-                assert _same_memory(given, seen), f"argument {i} has moved since size {size} was captured"
+                results, again = record(args)
+                held = [self._recorder.hold(result) for result in results]
+                recorded[size] = [_place(arg) for arg in args], Recording(held, again)
+                return results
+            places, recording = recorded[size]
+            for i, (given, seen) in enumerate(zip(args, places, strict=True)):
+                assert given is seen or _place(given) == seen, f"argument {i} has moved since size {size} was captured"
             recording.replay()
             return recording.results
 
@@ -222,9 +247,11 @@ class Captures:
 
 
 def copy_into(held: Any, new: Any) -> None:
-    """Tensors of `new` to where those of `held` lie, in whatever tuples, lists and dictionaries. Anything else is part
-    of what was captured and must be equal."""
+    """Tensors of `new` to where those of `held` lie, in whatever tuples, lists and dictionaries. Of a table [R, width]
+    the first columns may come alone. Anything else is part of what was captured and must be equal."""
     if isinstance(held, Tensor):
+        if held.dim() == new.dim() == 2 and held.shape[1] > new.shape[1]:
+            held = held[:, : new.shape[1]]
         assert (held.shape, held.dtype) == (new.shape, new.dtype), f"{held.shape} was captured, not {new.shape}"
         held.copy_(new)
     elif isinstance(held, (tuple, list)):
@@ -238,9 +265,9 @@ def copy_into(held: Any, new: Any) -> None:
         assert held == new, f"{held!r} was captured, not {new!r}"
 
 
-def _same_memory(a: Any, b: Any) -> bool:
-    if a is b:  # weights, also packed ones, which have no address
-        return True
-    if not isinstance(a, Tensor):
-        return a == b
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+def _place(value: Any) -> Any:
+    """What must not change of an argument. Of a tensor it is where it lies; a packed weight, which has no address, must
+    be the same one."""
+    if isinstance(value, Tensor) and not value.is_mkldnn:
+        return value.data_ptr(), value.shape, value.stride()
+    return value

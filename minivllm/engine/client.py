@@ -18,11 +18,17 @@ from minivllm.request import EngineRequest
 
 
 class EngineClient(Protocol):
-    stats: EngineStats
+    """Where a front end reaches its engine core, in this process or another."""
 
-    def add(self, req: EngineRequest) -> None: ...
+    stats: EngineStats  # as of the last poll
 
-    def abort(self, req_ids: Sequence[str]) -> None: ...
+    def add(self, req: EngineRequest) -> None:
+        """Raises BadRequest for what can never run, at once or at a later poll()."""
+        ...
+
+    def abort(self, req_ids: Sequence[str]) -> None:
+        """Forget requests. Unknown ids are no error."""
+        ...
 
     def poll(self, timeout: float | None) -> list[Delta]:
         """What has changed; [] if nothing did within timeout seconds (None: as long as it takes)."""
@@ -32,7 +38,9 @@ class EngineClient(Protocol):
         """One of the engine's `calls`; its result as plain data."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the engine core."""
+        ...
 
 
 class InprocClient:

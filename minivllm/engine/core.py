@@ -31,7 +31,11 @@ MAX_IDLE_STEPS = 100  # steps in a row that run nothing though requests are live
 
 
 class Observer(Protocol):
-    """Watches an engine core: metrics, traces. May raise nothing and change nothing."""
+    """Watches an engine core: metrics, traces. May raise nothing and change nothing.
+
+    on_start: the options, and what the engine found out about its model. on_add: step is the number of the next one.
+    on_step: times are milliseconds of `schedule`, `execute` and `update`. close: nothing follows.
+    """
 
     def on_start(self, config: dict[str, Any], info: dict[str, Any]) -> None: ...
     def on_add(self, req: EngineRequest, step: int) -> None: ...

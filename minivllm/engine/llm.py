@@ -52,6 +52,9 @@ class LLM(EngineHandle):
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts. Greedy, sampled and beam requests may be mixed.
 
+        prompts: texts, lists of token ids, {"prompt": text} or {"prompt_token_ids": ids}, the last two also with a
+        "cache_salt". sampling_params: for all, or one each. priority: one each; the lowest goes first where
+        scheduler.policy is priority.
         lora_request: the adapter of all prompts or of each, as a LoRARequest (loaded if it is not) or a loaded name.
         Raises BadRequest, and runs nothing on, if one prompt or its parameters cannot be served.
         """
@@ -85,8 +88,9 @@ class LLM(EngineHandle):
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, through the model's chat template.
 
-        tools: what the model is told that it may call, as in OpenAI's requests. Its calls are in the text, as the model
-        writes them.
+        messages: [{"role": ..., "content": ...}, ...]. tools: what the model is told that it may call, as in OpenAI's
+        requests. Its calls are in the text, as the model writes them. continue_final_message: the last message is the
+        beginning of the answer; then add_generation_prompt must be False. Raises BadRequest as generate() does.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
@@ -116,9 +120,11 @@ class LLM(EngineHandle):
         return self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises BadRequest: this model was loaded to generate. PoolingLLM has it."""
         raise BadRequest(f'{self.model_name} was loaded to generate: LLM(model, task="embed") embeds')
 
     def score(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises BadRequest: this model was loaded to generate. PoolingLLM has it."""
         raise BadRequest(f'{self.model_name} was loaded to generate: LLM(model, task="embed") scores')
 
     def load_lora(self, name: str, path: str) -> Adapter:
@@ -127,7 +133,7 @@ class LLM(EngineHandle):
         return self._loras[name]
 
     def unload_lora(self, name: str) -> None:
-        """Raises UnknownAdapter."""
+        """Forget an adapter. Raises UnknownAdapter."""
         self._know_loras(self._client.call("unload_lora", name))
 
     def _adapter(self, asked: Asked) -> str:

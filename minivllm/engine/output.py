@@ -37,13 +37,14 @@ LogprobsOfToken = dict[int, Logprob]  # the token taken first, then the likelies
 class CompletionOutput:
     """One choice. For kind "delta" text, token_ids and logprobs hold only what is new."""
 
-    index: int
+    index: int  # of the choice, from 0
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None  # of all tokens so far; None unless asked for logprobs or best_of
+    # One a token: {token id: Logprob(logprob, rank, decoded_token)}, the token taken first, then the likeliest ones.
     logprobs: list[LogprobsOfToken] | None = None
-    finish_reason: str | None = None  # stop | length | abort | error
-    stop_reason: int | str | None = None
+    finish_reason: str | None = None  # stop | length | abort | error; None: not finished
+    stop_reason: int | str | None = None  # the stop token or string; None: an end of sequence, or another reason
 
     @property
     def finished(self) -> bool:
@@ -64,6 +65,7 @@ class RequestMetrics:
 
     @property
     def ttft(self) -> float | None:
+        """From arrival to the first token."""
         return self.first_token_time - self.arrival_time if self.first_token_time else None
 
     @property
@@ -74,20 +76,23 @@ class RequestMetrics:
 
     @property
     def e2e(self) -> float | None:
+        """From arrival to the end of the last choice."""
         return self.finished_time - self.arrival_time if self.finished_time else None
 
 
 @dataclass(slots=True)
 class RequestOutput:
+    """All choices of one request, as far as they have come."""
+
     request_id: str
-    prompt: str | None
+    prompt: str | None  # None: it came as token ids
     prompt_token_ids: list[int]
     prompt_logprobs: list[LogprobsOfToken | None] | None = None  # one a prompt token; None for the first
-    outputs: list[CompletionOutput] = field(default_factory=list)
-    finished: bool = False
-    num_cached_tokens: int = 0
+    outputs: list[CompletionOutput] = field(default_factory=list)  # one a choice; with best_of and beams best first
+    finished: bool = False  # all choices have ended
+    num_cached_tokens: int = 0  # of the prompt: found in the prefix cache, and not computed
     metrics: RequestMetrics | None = None
-    error: str | None = None
+    error: str | None = None  # why a choice ended with finish_reason "error"
 
 
 class _Choice:

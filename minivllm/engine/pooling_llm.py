@@ -25,9 +25,11 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
+    """One text's vector."""
+
     request_id: str
     prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
+    outputs: EmbeddingOutput  # .embedding: list[float], at unit length if the model says so
     finished: bool = True
 
 
@@ -38,9 +40,11 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class ScoringRequestOutput:
+    """How well one document answers its query."""
+
     request_id: str
     prompt_token_ids: list[int]  # of the document, or of the pair
-    outputs: ScoringOutput
+    outputs: ScoringOutput  # .score: float
     finished: bool = True
 
 
@@ -97,8 +101,8 @@ class PoolingLLM(LLM):
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well each document answers the query: by cosine similarity, or by a cross-encoder's head. Several
-        queries: each with the document at its place. Raises BadRequest."""
+        """How well each document answers the query: by cosine similarity, or by a cross-encoder's head. Each of several
+        queries goes with the document at its place. Raises BadRequest."""
         scoring = self._engine.scoring(paired(query, documents), truncate_prompt_tokens)
         scores = scoring.scores(self._run(scoring.texts, use_tqdm))
         return [

@@ -67,11 +67,13 @@ class KVManager(Protocol):
         """
         ...
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        """Assert what must hold between two steps: each block is free or named, as often as it is counted."""
+        ...
 
     capacity: int  # slots that one request can hold at most, in the empty pool
-    usage: KVUsage
-    moves: Moves
+    usage: KVUsage  # blocks in all, free, and free with a reusable prefix
+    moves: Moves  # copies and swaps of blocks that wait for the next plan
 
 
 class PrefixIndex(Protocol):

@@ -65,7 +65,7 @@ class PrepackedCPU(Unquantized):
 
 
 class TiledCPU(PrepackedCPU):
-    """Unquantized bf16, as tiles for our own product (kernels/cpu/dense.h). What does not fit them is left to oneDNN."""
+    """Unquantized bf16, as tiles for our own product (kernels/cpu/dense.h). What does not fit is left to oneDNN."""
 
     traceable = False  # by C++ calls
 

@@ -31,6 +31,26 @@ class Rotation(NamedTuple):
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
 
 
+class Angles(NamedTuple):
+    """A step's positions, and the tables of all, for a kernel that looks its angles up itself."""
+
+    positions: Tensor  # [T] int64
+    cos: Tensor  # [max_position, head_size / 2]
+    sin: Tensor  # like cos
+
+
+class RotaryTables(nn.Module):
+    """In a RotaryEmbedding's place: gathers nothing."""
+
+    def __init__(self, rotary: RotaryEmbedding):
+        super().__init__()
+        self.register_buffer("cos", rotary.cos, persistent=False)
+        self.register_buffer("sin", rotary.sin, persistent=False)
+
+    def forward(self, positions: Tensor) -> Angles:
+        return Angles(positions, self.cos, self.sin)
+
+
 class RotaryEmbedding(nn.Module):
     def __init__(self, rope: RopeSpec, head_size: int, max_position: int, dtype: torch.dtype):
         super().__init__()

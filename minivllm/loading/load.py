@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from minivllm.loading.sources import ModelFiles, resolve, timed
 from minivllm.models import ENCODERS, MODELS, EncoderSpec, ModelSpec
 from minivllm.models.checkpoint import load_tensors
 from minivllm.quantization.select import Choice, Quantised, choose, install
+
+if TYPE_CHECKING:
+    from minivllm.kernels.dispatch import Dispatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,11 @@ def load_model(
     tokenizer: str | None = None,
     quantization: str = "auto",
     dense_copy: bool = True,
+    kernels: Dispatch | None = None,
 ) -> LoadedModel:
     """Find, fetch and convert if needed, then load. `seed` is of a dummy's weights; quantization and dense_copy are
-    model.quantization and model.dense_copy. Raises ModelError, and ConfigError for a quantization that cannot be.
+    model.quantization and model.dense_copy; kernels: of the engine, None: no Triton kernel is asked for. Raises
+    ModelError, and ConfigError for a quantization that cannot be.
 
     For models that generate; an engine that pools calls resolve and load."""
     start = time.perf_counter()
@@ -51,7 +57,7 @@ def load_model(
     if files.spec.architecture in ENCODERS or not files.spec.has_head:
         what = "" if files.spec.architecture in ENCODERS else " without its LM head"
         raise ModelError(f"{path}: a {files.spec.architecture}{what} reads texts and cannot generate any")
-    loaded = load(files, dtype, device, seed, quantization, dense_copy)
+    loaded = load(files, dtype, device, seed, quantization, dense_copy, kernels)
     loaded.seconds["total"] = time.perf_counter() - start
     return loaded
 
@@ -63,16 +69,18 @@ def load(
     seed: int = 0,
     quantization: str = "auto",
     dense_copy: bool = True,
+    kernels: Dispatch | None = None,
 ) -> LoadedModel:
     device, seconds, spec = torch.device(device), dict(files.seconds), files.spec
-    choice = choose(quantization, device, dtype, files.packed is not None)
+    choice = choose(quantization, device, dtype, files.packed is not None, kernels)
     model = timed(seconds, "allocate", lambda: _allocate(spec, dtype, device))
     linear = (type(model.linear_method).__name__, model.linear_reason)
     packed_file, quantised = None, None
     if choice.kind != "none":
         if choice.kind == "kept":
             packed_file = timed(seconds, "pack", files.packed)
-        quantised = install(model, choice.kind, stored_bits(packed_file) if packed_file else {}, dense_copy)
+        stored = stored_bits(packed_file) if packed_file else {}
+        quantised = install(model, choice.kind, stored, dense_copy, choice.kernel)
         if not quantised.layers:
             choice = Choice("none", "no weight of this model is, or can be, in 4 or 8 bits")
     timed(seconds, "weights", lambda: _fill(model, files, packed_file, seed))
@@ -81,7 +89,7 @@ def load(
         linear = ("dual" if quantised.is_dual else "packed", quantised.describe())
     else:
         quantised = None
-    how = ((choice.kind, choice.reason), linear)
+    how = (choice[:2], linear)
     return LoadedModel(model, spec, files.tokenizer_dir, files.name, files.source, *how, seconds, quantised)
 
 

@@ -4,22 +4,27 @@
 to which adapter is decided once a step (`TokenGroups`, set by lora/slots.py), for all layers alike: the tokens of one
 adapter are multiplied together (Punica's SGMV, Chen et al. 2023), tokens without an adapter are not touched.
 
-Two ways to multiply. `TorchProducts` runs everywhere: two small products a group and part. For a decode step's few
+Three ways to multiply. `TorchProducts` runs everywhere: two small products a group and part. For a decode step's few
 tokens these calls cost more than their arithmetic, so on a CPU `KernelProducts` hands all small groups of a layer to
-one call of a C++ kernel (kernels/cpu/lora.cpp) and only large ones, such as a long prompt, to torch.
+one call of a C++ kernel (kernels/cpu/lora.cpp) and only large ones, such as a long prompt, to torch. On a GPU
+`TritonProducts` takes two launches for all groups and parts of a layer (kernels/triton/shrink_expand.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from minivllm.compile.context import aside
 from minivllm.kernels.cpu import lora as cpu_kernel
-from minivllm.layers.linear import Linear, QuantMethod
+from minivllm.layers.linear import Linear, QuantMethod, Unquantized
+
+if TYPE_CHECKING:
+    from minivllm.kernels.dispatch import Dispatch
 
 
 class Part(NamedTuple):
@@ -142,14 +147,94 @@ class KernelProducts(TorchProducts):
         super().add(y, x)
 
 
+class TritonGroups(TokenGroups):
+    """All groups are the kernels', as tasks. Layers that these do not fit read `groups`."""
+
+    tasks: Any = None  # kernels.triton.lora.Tasks
+
+    def set(self, found: Sequence[tuple[int, np.ndarray]]) -> None:
+        from minivllm.kernels.triton.lora import Tasks
+
+        self.tasks = Tasks(found, self.device) if found else None
+        super().set(found)
+
+
+class TritonProducts(TorchProducts):
+    """The adapters' matrices lie in one table, in which each has as many ranks as the largest so far: it is made for
+    the first adapter, and grows for one of more ranks. A layer of which some part does not begin and end at multiples
+    of 16 is left to torch."""
+
+    Step = TritonGroups
+
+    def __init__(self, step: TritonGroups, num_slots: int, layer: Linear):
+        super().__init__(step, num_slots, layer)
+        self.n_in, self.columns = layer.n_in, list(layer.rows.values())
+        self.fits = all(part.start % 16 == part.stop % 16 == 0 for part in self.columns)
+        self.table: Any = None  # kernels.triton.lora.SlotTable
+
+    def fill(self, slot: int, delta: Delta | None) -> None:
+        if not self.fits:
+            super().fill(slot, delta)
+        elif delta is not None:
+            self._make_room(delta)
+            self.table.fill(slot, *delta)
+        elif self.table is not None:
+            self.table.clear(slot)
+
+    def _make_room(self, delta: Delta) -> None:
+        from minivllm.kernels.triton.lora import SlotTable
+
+        rank = max(part.ranks.stop - part.ranks.start for part in delta.parts)
+        if self.table is None:
+            where = delta.a.dtype, delta.a.device
+            self.table = SlotTable(len(self.deltas), self.n_in, self.columns, rank, *where)
+        elif rank > self.table.sizes.rank:
+            self.table = self.table.grown(rank)
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        if not self.fits:
+            super().add(y, x)
+        elif self.step.tasks is not None and self.table is not None:
+            self.table.add(y, x, self.step.tasks)
+
+
+def proves_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tokens of two adapters of different ranks, and one without; a part that one of them leaves alone."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / 8).to(device, dtype)
+
+    layer = Linear(96, {"a": 32, "b": 48}, dtype=dtype, method=Unquantized())
+    a, b = layer.rows.values()
+    deltas = [
+        Delta(random(8, 96), (Part(slice(0, 4), a, random(4, 32)), Part(slice(4, 8), b, random(4, 48)))),
+        Delta(random(20, 96), (Part(slice(0, 20), b, random(20, 48)),)),
+    ]
+    step = TritonGroups(device)
+    products = TritonProducts(step, len(deltas), layer)
+    for slot, delta in enumerate(deltas):
+        products.fill(slot, delta)
+    step.set([(1, np.array([0, 3, 4])), (0, np.array([2, 5]))])
+    x, y = random(7, 96), random(7, 80)
+    wanted = y.double()
+    add_deltas_naive(wanted, x, step.groups, deltas)
+    products.add(y, x)
+    unit = torch.finfo(dtype).eps
+    return torch.allclose(y.double(), wanted, atol=8 * unit, rtol=4 * unit)
+
+
 class ProductsChoice(NamedTuple):
     kind: type[TorchProducts]
     reason: str
 
 
-def choose_products(device: torch.device, dtype: torch.dtype) -> ProductsChoice:
+def choose_products(device: torch.device, dtype: torch.dtype, kernels: Dispatch | None = None) -> ProductsChoice:
+    """kernels: of the engine; None: Triton's are not asked for."""
+    if kernels is not None and kernels.uses("lora", lambda device: proves_triton(device, dtype)):
+        return ProductsChoice(TritonProducts, "two Triton launches a layer for all adapters of a step")
     if device.type != "cpu":
-        return ProductsChoice(TorchProducts, f"two products a group: no kernel for {device.type} is proven on one yet")
+        return ProductsChoice(TorchProducts, f"two products a group: no kernel is used on this {device.type} device")
     if dtype not in cpu_kernel.DTYPES:
         return ProductsChoice(TorchProducts, f"two products a group: the kernel does not take {dtype}")
     if (obstacle := cpu_kernel.obstacle()) is not None:
@@ -174,5 +259,5 @@ class LoRAMethod:
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         y = self.inner.apply(layer, x)
-        self.products.add(y, x)
+        aside(self.products.add, y, x)
         return y

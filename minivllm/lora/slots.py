@@ -2,15 +2,17 @@
 
     load(key) -> host --a step needs it--> slot --the least recently used goes for another--> host -> drop(key)
 
-A slot is a place on the device for one adapter's matrices at their own rank (nothing is padded to max_rank). The
-scheduler lets at most as many adapters run as there are slots (lora/scheduling.py), so a step always finds its own.
-On a CPU the two are one memory, and what the kernel reads in a slot is a packed copy (kernels/cpu/lora.py).
+A slot is a place on the device for one adapter's matrices at their own rank (nothing is padded to max_rank; for the
+Triton kernels, to the largest rank so far). The scheduler lets at most as many adapters run as there are slots
+(lora/scheduling.py), so a step always finds its own. On a CPU the two are one memory, and what the kernel reads in a
+slot is a packed copy (kernels/cpu/lora.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +23,9 @@ from minivllm.layers.linear import Linear
 from minivllm.lora.layer import Delta, LoRAMethod, Part, TorchProducts, choose_products
 from minivllm.lora.peft import Matrices, Target, read_adapter
 
+if TYPE_CHECKING:
+    from minivllm.kernels.dispatch import Dispatch
+
 NO_ADAPTER = 0  # the number of "" in AdapterSlots._number_of
 
 
@@ -30,6 +35,9 @@ class NoAdapters:
     def join(self, row: int, key: str) -> None:
         if key:
             raise AdapterError(f'the request names LoRA adapter "{key}", and LoRA is off (lora.enabled)')
+
+    def are_used_by(self, rows: Iterable[int]) -> bool:
+        return False
 
     def prepare(self, rows: np.ndarray, query_start: np.ndarray) -> None:
         pass  # no layer asks for groups
@@ -48,15 +56,24 @@ class _Loaded:
 
 
 class AdapterSlots:
-    def __init__(self, model: nn.Module, num_slots: int, max_rank: int, max_rows: int, dtype: torch.dtype):
-        """Wraps the linear layers of a model that is loaded and finished. max_rows: requests that a worker can hold."""
+    def __init__(
+        self,
+        model: nn.Module,
+        num_slots: int,
+        max_rank: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        kernels: Dispatch | None = None,
+    ):
+        """Wraps the linear layers of a model that is loaded and finished. max_rows: requests that a worker can hold.
+        kernels: of the engine; None: no Triton kernel is asked for."""
         self._places = linear_places(model)
         modules = {ours: model.get_submodule(ours) for ours, _ in self._places.values()}
         self._targets = {theirs: _target(modules[ours], part) for theirs, (ours, part) in self._places.items()}
         self._rows_of = {ours: module.rows for ours, module in modules.items()}
         self._max_rank, self._dtype = max_rank, dtype
         self._device = next(model.parameters()).device
-        kind, self.reason = choose_products(self._device, dtype)
+        kind, self.reason = choose_products(self._device, dtype, kernels)
         self._step = kind.Step(self._device)
         self._products: dict[str, TorchProducts] = {}
         for name, module in modules.items():
@@ -110,6 +127,10 @@ class AdapterSlots:
 
     def join(self, row: int, key: str) -> None:
         self._number_in[row] = self._loaded[key].number if key else NO_ADAPTER
+
+    def are_used_by(self, rows: Iterable[int]) -> bool:
+        """Whether some request of these rows has an adapter."""
+        return any(self._number_in[row] != NO_ADAPTER for row in rows)
 
     def prepare(self, rows: np.ndarray, query_start: np.ndarray) -> None:
         """Group the tokens of this step by slot, bringing in the adapters that have none. Both as in InputBatch."""

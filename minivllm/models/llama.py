@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionSpec
-from minivllm.compile.context import attend
+from minivllm.compile.context import Turn, attend, attend_turned
 from minivllm.layers.embedding import Embedding, LMHead, NoLMHead, TiedLMHead
 from minivllm.layers.linear import Linear, QuantMethod, choose_method
 from minivllm.layers.norm import QKNorm, RMSNorm
-from minivllm.layers.rotary import RotaryEmbedding, Rotation
+from minivllm.layers.rotary import Angles, RotaryEmbedding, RotaryTables, Rotation
 from minivllm.models.checkpoint import WeightMap
 from minivllm.models.spec import ModelSpec
 
@@ -43,6 +43,22 @@ LLAMA_WEIGHTS = WeightMap(
 )
 
 
+class RotateThenAttend:
+    """From qkv [T, heads + 2 kv_heads, head_size] to what attention gives [T, heads, head_size], as it is written."""
+
+    def __call__(self, layer: Attention, qkv: Tensor, rotate: Rotation) -> Tensor:
+        qk = rotate(layer.qk_norm(qkv[:, : layer.num_qk_heads]))  # [T, heads + kv_heads, head_size]
+        return attend(qk[:, : layer.num_heads], qk[:, layer.num_heads :], qkv[:, layer.num_qk_heads :], layer.index)
+
+
+class RotateInKernel:
+    """The same, where the attention backend norms, rotates and writes K and V in one launch."""
+
+    def __call__(self, layer: Attention, qkv: Tensor, angles: Angles) -> Tensor:
+        weight, eps = getattr(layer.qk_norm, "weight", None), getattr(layer.qk_norm, "eps", 0.0)
+        return attend_turned(qkv, Turn(*angles, weight, eps), layer.num_heads, layer.index)
+
+
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype, method: QuantMethod):
         super().__init__()
@@ -52,15 +68,14 @@ class Attention(nn.Module):
         q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         self.qkv = Linear(spec.hidden_size, {"q": q, "k": kv, "v": kv}, bias=spec.qkv_bias, dtype=dtype, method=method)
         self.o = Linear(q, {"": spec.hidden_size}, bias=spec.o_bias, dtype=dtype, method=method)
+        self.mix: RotateThenAttend | RotateInKernel = RotateThenAttend()
         self.qk_norm: nn.Module = nn.Identity()
         if spec.qk_norm:
             self.qk_norm = QKNorm(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.rms_eps, dtype)
 
-    def forward(self, x: Tensor, rotate: Rotation) -> Tensor:
+    def forward(self, x: Tensor, rotate: Rotation | Angles) -> Tensor:
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_size)  # [T, heads + 2 kv_heads, head_size]
-        qk = rotate(self.qk_norm(qkv[:, : self.num_qk_heads]))  # [T, heads + kv_heads, head_size]
-        out = attend(qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, self.num_qk_heads :], self.index)
-        return self.o(out.flatten(1))
+        return self.o(self.mix(self, qkv, rotate).flatten(1))
 
 
 class MLP(nn.Module):
@@ -130,6 +145,12 @@ class LlamaModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, hidden] -> [S, vocab] in fp32."""
         return self.lm_head(hidden)
+
+    def rotate_in_kernel(self) -> None:
+        """From now on for an attention backend that can (`turn_and_attend`)."""
+        self.rotary = RotaryTables(self.rotary)
+        for layer in self.layers:
+            layer.attention.mix = RotateInKernel()
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """{name of the checkpoint: the part of a parameter that it fills}."""

@@ -23,7 +23,7 @@ from minivllm.quantization.packed import NEVER, TYPICAL, Limit
 MIDDLE = (12, 24)  # where it lies on most machines; the others are tried if it does not
 FEWER, MORE = (4, 8), (32, 48, 64, 96, 128)
 TOKENS = (*FEWER, *MIDDLE, *MORE)
-ROUNDS = 4
+ROUNDS = 3
 MAX_SECONDS = 0.3
 
 Race = Callable[

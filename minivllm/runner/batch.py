@@ -48,24 +48,31 @@ class InputBatch:
         return len(self.token_ids)
 
 
-def pad_requests(batch: InputBatch, sizes: InputSizes) -> InputBatch:
-    """batch: one token of each request. -> as many requests as token rows, all shapes a function of that number.
+def pad_requests(batch: InputBatch, sizes: InputSizes, width: int) -> InputBatch:
+    """batch: max_query tokens of each request. -> the same of as many requests as its padded token rows make, all
+    shapes a function of these two numbers and of `width`, columns of the block tables: at least those in use.
 
-    A padding request is one token long and lies in the spare block, at the slot which its own token is written to in
-    this step: nothing is read that was not written.
+    A padding request is no longer than its queries and lies in the spare block, at the slots which its own tokens are
+    written to in this step: nothing is read that was not written.
     """
-    num_real, num_requests = batch.num_requests, batch.padded_tokens
-    tables = np.zeros((num_requests, sizes.max_blocks), np.int32)
+    num_real, queries = batch.num_requests, batch.max_query
+    num_requests = batch.padded_tokens // queries
+    num_padding = num_requests - num_real
+    tables = np.zeros((num_requests, max(width, -(-queries // sizes.block_size))), np.int32)
     tables[:num_real, : batch.block_tables.shape[1]] = batch.block_tables
-    tables[num_real:, 0] = sizes.spare_block
-    seq_lens = np.ones(num_requests, np.int32)
+    tables[num_real:, : -(-queries // sizes.block_size)] = sizes.spare_block
+    seq_lens = np.full(num_requests, queries, np.int32)
     seq_lens[:num_real] = batch.seq_lens
+    slots = batch.slot_mapping.copy()
+    offsets = np.tile(np.arange(queries) % sizes.block_size, num_padding)
+    slots[batch.num_tokens :] = sizes.spare_block * sizes.block_size + offsets
     return replace(
         batch,
-        req_ids=[*batch.req_ids, *[""] * (num_requests - num_real)],
-        query_start=np.arange(num_requests + 1, dtype=np.int32),
+        req_ids=[*batch.req_ids, *[""] * num_padding],
+        slot_mapping=slots,
+        query_start=np.arange(0, batch.padded_tokens + 1, queries, dtype=np.int32),
         seq_lens=seq_lens,
         block_tables=tables,
-        num_tokens=num_requests,
+        num_tokens=batch.padded_tokens,
         max_seq=sizes.max_model_len,
     )

@@ -15,9 +15,9 @@ class DummyBatches:
     block_size: int
     max_model_len: int
 
-    def make(self, num_tokens: int, whole: bool = False) -> InputBatch:
-        """So many tokens, in prompts of at most max_model_len, or, for a whole forward, of one token each."""
-        at, most = np.arange(num_tokens), 1 if whole else self.max_model_len
+    def make(self, num_tokens: int, queries: int = 0) -> InputBatch:
+        """So many tokens, in prompts of at most max_model_len, or, for a whole forward, of `queries` tokens each."""
+        at, most = np.arange(num_tokens), queries or self.max_model_len
         positions = at % most
         query_start = np.append(np.arange(0, num_tokens, most), num_tokens).astype(np.int32)
         seq_lens = np.diff(query_start).astype(np.int32)
@@ -37,5 +37,5 @@ class DummyBatches:
             num_tokens=num_tokens,
             max_query=longest,
             max_seq=longest,
-            whole=whole,
+            whole=queries > 0,
         )

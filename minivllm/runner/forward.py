@@ -31,8 +31,8 @@ class ForwardRunner(Protocol):
 
     decision: tuple[str, str]
 
-    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
-        """The padded shape that this batch will run in."""
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int, adapted: bool = False) -> BatchKey:
+        """The padded shape that this batch will run in. adapted: some request in it uses an adapter."""
         ...
 
     def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
@@ -62,7 +62,7 @@ class EagerForward:
         self._shapes = options.shapes
         self._forward = options.shapes.wrap_forward(model)
 
-    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int, adapted: bool = False) -> BatchKey:
         return BatchKey(self._shapes.fit(num_tokens))
 
     def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:

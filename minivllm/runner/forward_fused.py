@@ -58,7 +58,7 @@ class FusedForward:
             self.decision = ("fused", "what a layer does beside its products is in C++ calls")
         self.device = device
 
-    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int, adapted: bool = False) -> BatchKey:
         return BatchKey(num_tokens)
 
     def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:

@@ -3,17 +3,20 @@
     none             each forward is called
     piecewise        what lies between two attentions: the pieces of runner.forward=piecewise or, of a model as it is
                      written, what runs until a capture is broken off at attention and taken up behind it
-    full             whole forwards, attention included, of steps in which every request has one token (decodes)
+    full             whole forwards, attention included, of steps in which every request has one token (decodes) or,
+                     with speculative decoding, one and all k of its drafts (vLLM's uniform decode batches)
     full+piecewise   both: the first where a step allows it
 
 A whole forward can be captured where the attention backend says so (`AttentionBackend.graphs`): its metadata then has
-shapes that follow from the number of requests, and `StaticAttention` keeps it where the capture reads it. On a CPU the
-captures are recorded calls (compile/graphs.py): slower than calling, and a test of all that a graph takes for granted.
+shapes that follow from the number of requests, and `StaticAttention` keeps it where the capture reads it. What a LoRA
+adapter adds depends on who is in the step: it is done aside, between two captures, and a step with an adapter in it is
+not replayed whole. On a CPU the captures are recorded calls (compile/graphs.py): slower than calling, and a test of all
+that a graph takes for granted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,6 +43,7 @@ class Setting(NamedTuple):
     options: ForwardOptions
     attention: AttentionBackend
     sizes: InputSizes
+    num_drafts: int = 0  # the most that a request brings to a step
 
 
 class Graphed(NamedTuple):
@@ -90,10 +94,22 @@ def _piecewise(at: Setting, recorder: Recorder) -> Graphed:
 
 
 def _full(at: Setting, inner: Graphed, recorder: Recorder) -> Graphed:
-    captures = Captures(capture_sizes(at.sizes.max_rows), recorder)
+    queries = [1, 1 + at.num_drafts] if at.num_drafts and at.attention.graphs in ("uniform", "any") else [1]
+    captures = {n: Captures(_whole_sizes(at, n), recorder) for n in queries}
     forward = FullForward(inner.forward, at.model, at.device, captures)
-    reason = f"whole decodes in {_shown(captures)}, other steps {inner.decision[1]}"
+    reason = f"whole decodes in {_shown(captures[1])}"
+    if len(queries) > 1:
+        reason += f", with {at.num_drafts} drafts each in {_shown(captures[1 + at.num_drafts])}"
+    elif at.num_drafts:
+        reason += f" (with drafts not: {type(at.attention).__name__} says that they cannot be part of one)"
+    reason += f", other steps {inner.decision[1]}"
     return Graphed(forward, StaticAttention(inner.attention, at.sizes), ("", reason))
+
+
+def _whole_sizes(at: Setting, queries: int) -> tuple[int, ...]:
+    """In tokens, for requests of so many each."""
+    most = max(1, min(at.sizes.max_rows, min(at.options.max_tokens, MAX_CAPTURED) // queries))
+    return tuple(queries * num_requests for num_requests in capture_sizes(most))
 
 
 def _shown(captures: Captures) -> str:
@@ -103,31 +119,35 @@ def _shown(captures: Captures) -> str:
 class FullForward:
     """Replays whole forwards of decodes, and leaves all other steps to another ForwardRunner."""
 
-    def __init__(self, inner: ForwardRunner, model: nn.Module, device: torch.device, captures: Captures):
+    def __init__(self, inner: ForwardRunner, model: nn.Module, device: torch.device, captures: Mapping[int, Captures]):
+        """captures: by the number of tokens that each request of a step has."""
         self.inner = inner
         self.device = device
         self._captures = captures
-        self._model = captures.wrap(lambda args: (model(*args),))
+        self._models = {n: own.wrap(lambda args: (model(*args),)) for n, own in captures.items()}
 
     @property
     def decision(self) -> tuple[str, str]:
         return self.inner.decision
 
-    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
-        if num_tokens == num_reqs <= self._captures.sizes[0]:
-            return BatchKey(self._captures.fit(num_tokens), whole=True)
-        return self.inner.key_for(num_reqs, num_tokens, max_query)
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int, adapted: bool = False) -> BatchKey:
+        captures = self._captures.get(max_query)
+        if captures is not None and num_tokens == num_reqs * max_query <= captures.sizes[0] and not adapted:
+            return BatchKey(captures.fit(num_tokens), queries=max_query)
+        return self.inner.key_for(num_reqs, num_tokens, max_query, adapted)
 
     def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
         self.inner.warmup(run_dummy)
-        for size in self._captures.sizes:
-            run_dummy(BatchKey(size, whole=True))
-        self._captures.seal()
+        for queries, captures in self._captures.items():
+            for size in captures.sizes:
+                run_dummy(BatchKey(size, queries))
+            captures.seal()
 
     def __call__(self, batch: InputBatch) -> Tensor:
         if not batch.whole:
             return self.inner(batch)
-        return self._model(list(self._captures.inputs(*device_inputs(batch, self.device))))[0]
+        captures, model = self._captures[batch.max_query], self._models[batch.max_query]
+        return model(list(captures.inputs(*device_inputs(batch, self.device))))[0]
 
 
 class StaticAttention:
@@ -137,13 +157,18 @@ class StaticAttention:
         self.inner = inner
         self.forward = inner.forward
         self._sizes = sizes
-        self._held: dict[int, Any] = {}  # by size
+        self._held: dict[BatchKey, Any] = {}
+
+    def turn_and_attend(self, *args: Any) -> None:
+        self.inner.turn_and_attend(*args)
 
     def prepare(self, batch: InputBatch) -> Any:
         if not batch.whole:
             return self.inner.prepare(batch)
-        meta = self.inner.prepare(pad_requests(batch, self._sizes))
-        held = self._held.setdefault(batch.padded_tokens, meta)
-        if held is not meta:
-            copy_into(held, meta)
+        key = BatchKey(batch.padded_tokens, batch.max_query)
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = self.inner.prepare(pad_requests(batch, self._sizes, self._sizes.max_blocks))
+        else:  # later columns keep what they had, blocks that exist: nobody reads past a request's length
+            copy_into(held, self.inner.prepare(pad_requests(batch, self._sizes, batch.block_tables.shape[1])))
         return held

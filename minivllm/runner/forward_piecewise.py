@@ -61,7 +61,7 @@ class PiecewiseForward:
         self._run_dummy: Callable[[BatchKey], None] | None = None
         self.decision = getattr(self, f"_{options.compile}")(options)
 
-    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int, adapted: bool = False) -> BatchKey:
         """Asked once a step, before its inputs are prepared: the place between two steps."""
         if self._ready is not None:
             compiled, self._ready = self._ready, None

@@ -32,7 +32,11 @@ class BatchKey(NamedTuple):
     """The padded shape of a forward: what a compiled piece or a captured graph is chosen by."""
 
     num_tokens: int
-    whole: bool = False  # a whole forward that was captured: one token of each request, and as many requests as rows
+    queries: int = 0  # of a whole forward that was captured: so many tokens of each request; 0: any other forward
+
+    @property
+    def whole(self) -> bool:
+        return self.queries > 0
 
 
 class InputBuilder(Protocol):

@@ -77,8 +77,9 @@ class ModelRunner:
         self.inputs.apply(plan, rows)
 
     def _prepare(self, plan: StepPlan) -> InputBatch:
-        key = self.forward.key_for(len(plan.num_tokens), plan.total_tokens, max(plan.num_tokens.values()))
-        return self.inputs.build(plan, key)
+        shape = len(plan.num_tokens), plan.total_tokens, max(plan.num_tokens.values())
+        adapted = self.adapters.are_used_by(map(self.rows.of.__getitem__, plan.num_tokens))
+        return self.inputs.build(plan, self.forward.key_for(*shape, adapted))
 
     def run_model(self, batch: InputBatch) -> Tensor:
         self.adapters.prepare(batch.rows, batch.query_start)

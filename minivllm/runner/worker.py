@@ -20,6 +20,7 @@ from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
 from minivllm.attention.select import choose as choose_attention
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
+from minivllm.kernels.dispatch import Dispatch
 from minivllm.loading import LoadedModel, load_model
 from minivllm.loading.cache import default_cache_dir
 from minivllm.lora.slots import AdapterSlots, NoAdapters
@@ -38,6 +39,7 @@ from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, 
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.rehearsal import peak_of, rehearse
 from minivllm.runner.runner import ModelRunner
+from minivllm.sampling.draws import choose_draws
 from minivllm.sampling.grammar_mask import make_grammar_mask
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.sampling.sampler import Sampler
@@ -97,10 +99,12 @@ class Worker:
         if self.device.type == "cpu":
             torch.set_num_threads(self._decide("executor.num_threads", *choose_threads(config.executor.num_threads)))
         self.dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, self.device))
+        self.kernels = Dispatch(config.runner.kernels, self.device)
         loaded = self._load()
         name, backend_class = self._choose_attention(loaded.model.attention_layers)
         recipe = parts.make_proposer(config, loaded, self.dtype, self.device)
         kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
+        self._rotate_in_kernel(loaded.model, backend_class)
         forwards = peak_of(lambda: self._rehearse(loaded, backend_class, kv_spec), self.device)
         sizes = self._size(kv_spec, loaded.spec.max_position, forwards)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
@@ -108,6 +112,8 @@ class Worker:
         self.runner = self._build_runner(loaded, backend, sizes, recipe)
         self._dummies = DummyBatches(sizes.num_blocks, config.kv.block_size, sizes.max_model_len)
         self._warm_up()
+        if self.device.type != "cpu" or config.runner.kernels != "auto":  # else there was nothing to choose
+            self._decide("runner.kernels", *self.kernels.decision)
         self._decide("model.linear", *self._settle_linear(loaded))
         if config.spec_decode.method != "none" and config.spec_decode.adaptive:
             self._calibrate()
@@ -123,6 +129,7 @@ class Worker:
             tokenizer=asked.tokenizer,
             quantization=asked.quantization,
             dense_copy=asked.dense_copy,
+            kernels=self.kernels,
         )
         self._decide("model.quantization", *loaded.quantization)
         return loaded
@@ -133,6 +140,21 @@ class Worker:
         )
         self._decide("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
+
+    def _rotate_in_kernel(self, model: torch.nn.Module, backend_class: type[AttentionBackend]) -> None:
+        """Where the model and its attention backend can, and the kernel is used. Before any forward is made."""
+        if not (hasattr(model, "rotate_in_kernel") and hasattr(backend_class, "turn_and_attend")):
+            return
+        kv_dtype = self._kv_dtype()
+
+        def proof(device: torch.device) -> bool:
+            from minivllm.kernels.triton import proofs
+
+            return proofs.rope_write(device, self.dtype, kv_dtype)
+
+        name = "rope + norm + write in 8 bits" if kv_dtype.itemsize == 1 else "rope + norm + cache write"
+        if self.kernels.uses(name, proof):
+            model.rotate_in_kernel()
 
     def _kv_spec(self, layers: list[AttentionSpec]) -> KVSpec:
         first = layers[0]
@@ -188,7 +210,7 @@ class Worker:
         graphed = self._forward(model, backend, self._input_sizes(sizes))
         if config.runner.graphs != "none":
             self._decide("runner.graphs", *graphed.decision)
-        verifier = Verifier(sampler, parts.make_acceptance(proposer))
+        verifier = Verifier(sampler, parts.make_acceptance(proposer, sampler.draws))
         max_rows = config.scheduler.max_num_seqs
         verifier, inputs = stay_on_device(verifier, inputs, config.engine.overlap, max_rows, self.device)
         moved = [*device_caches, *proposer.kv_caches]
@@ -218,13 +240,15 @@ class Worker:
     def _sampler(self, loaded: LoadedModel) -> Sampler:
         grammars = self.parts.make_grammars(loaded.tokenizer_dir, loaded.spec.vocab_size)
         processors = (make_grammar_mask(grammars, self.device), *DEFAULT_PROCESSORS)
-        return Sampler(loaded.spec.vocab_size, self.config.scheduler.max_num_seqs, self.device, processors)
+        max_rows, draws = self.config.scheduler.max_num_seqs, choose_draws(self.kernels)
+        return Sampler(loaded.spec.vocab_size, max_rows, self.device, processors, draws)
 
     def _adapters(self, model: torch.nn.Module) -> AdapterSlots | NoAdapters:
         lora = self.config.lora
         if not lora.enabled:
             return NoAdapters()
-        slots = AdapterSlots(model, lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs, self.dtype)
+        sizes = lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs
+        slots = AdapterSlots(model, *sizes, self.dtype, self.kernels)
         self._decide("lora.enabled", lora.max_loras, slots.reason)
         return slots
 
@@ -233,7 +257,9 @@ class Worker:
         if asked == "auto":  # fused says why where it stays eager
             asked = "fused" if graphs == "none" else "eager"
         make, options = self.parts.forwards.get(asked), self._forward_options(sizes.max_model_len)
-        return self.parts.graphs.get(graphs)(Setting(make, model, self.device, options, backend, sizes))
+        spec_decode = self.config.spec_decode
+        num_drafts = 0 if spec_decode.method == "none" else spec_decode.k
+        return self.parts.graphs.get(graphs)(Setting(make, model, self.device, options, backend, sizes, num_drafts))
 
     def _forward_options(self, max_model_len: int) -> ForwardOptions:
         config = self.config
@@ -312,8 +338,8 @@ class Worker:
     def _calibrate(self) -> None:
         """Time forwards of several sizes, so that drafts are only computed where they save time."""
         most, logits = self.config.scheduler.max_num_batched_tokens, self.runner.model.logits
-        padded = {n: self.runner.forward.key_for(1, n, n).num_tokens for n in STEP_SIZES if n <= most}
-        dummies = {n: self._dummies.make(size) for n, size in padded.items()}
+        key_for = self.runner.forward.key_for
+        dummies = {n: self._dummies.make(*key_for(1, n, n)) for n in STEP_SIZES if n <= most}
         with torch.inference_mode():
             tries = [  # in turns, so that a busy moment of the machine does not meet one size alone
                 {n: dummy.num_tokens * measure_prefill(self.runner, dummy, 1, logits) for n, dummy in dummies.items()}

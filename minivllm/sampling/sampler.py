@@ -22,15 +22,14 @@ from torch import Tensor
 from minivllm.plan import PositionLogprobs
 from minivllm.request import SamplingParams
 from minivllm.sampling.base import LogitsProcessor, Sampled
-from minivllm.sampling.draw import apply_filters, draw, pad_to_blocks
+from minivllm.sampling.draw import pad_to_blocks
+from minivllm.sampling.draws import TORCH, Draws
 from minivllm.sampling.logprobs import position_logprobs
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.upload import upload
 
 # (probs [C, V] after all filters, seeds [C], positions [C], which logits rows of the call [C]) -> tokens, valid [C]
 Pick = Callable[[Tensor, np.ndarray, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
-
-_CHUNK = 32  # rows drawn at a time: bounds the scratch memory and keeps it in the last-level cache
 
 
 class Sampler:
@@ -42,9 +41,11 @@ class Sampler:
         max_rows: int,
         device: torch.device | str = "cpu",
         processors: Sequence[Callable[[int, int], LogitsProcessor]] = DEFAULT_PROCESSORS,
+        draws: Draws = TORCH,
     ):
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self.draws = draws
         self.processors = [make(vocab_size, max_rows) for make in processors]
         self.uses = np.zeros((len(self.processors), max_rows), bool)  # [processor, row]
         self.joined = np.zeros(max_rows, bool)
@@ -136,13 +137,13 @@ class Sampler:
         else:
             tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
             valid = torch.ones(len(rows), dtype=torch.bool, device=logits.device)
-        for start in range(0, len(random), _CHUNK):
-            chunk = random[start : start + _CHUNK]
+        for start in range(0, len(random), self.draws.num_rows):
+            chunk = random[start : start + self.draws.num_rows]
             at = upload(chunk, logits.device)
-            part = logits[start : start + _CHUNK] if len(random) == len(rows) else logits[at]
+            part = logits[start : start + self.draws.num_rows] if len(random) == len(rows) else logits[at]
             probs = self.probabilities(part, rows[chunk])
             where = self.seed[rows[chunk]], positions[chunk]
-            drawn, fine = draw(probs, *where) if pick is None else pick(probs, *where, chunk)
+            drawn, fine = self.draws.draw(probs, *where) if pick is None else pick(probs, *where, chunk)
             tokens[at], valid[at] = drawn, fine
         return tokens, valid
 
@@ -165,7 +166,7 @@ class Sampler:
         for processor in self._users(rows, keeps_argmax=True):
             scaled = processor.apply(scaled, rows)
         probs = torch.softmax(pad_to_blocks(scaled), -1)
-        apply_filters(probs, self.top_k[rows], self.top_p[rows], self.min_p[rows])
+        self.draws.filter(probs, self.top_k[rows], self.top_p[rows], self.min_p[rows])
         return probs
 
     def _report(self, out: list, raw: Tensor, asked: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> None:

@@ -13,7 +13,9 @@ from minivllm.request import Request
 
 
 class Policy(Protocol):
-    def order(self, req: Request, sequence: int) -> tuple: ...
+    def order(self, req: Request, sequence: int) -> tuple:
+        """What requests are sorted by, the first to be served lowest. sequence: of its arrival, from 0."""
+        ...
 
 
 class FCFS:

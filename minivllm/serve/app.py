@@ -324,6 +324,7 @@ def create_app(
     app.state.max_body_bytes = max_body_bytes
     app.state.client_timeout = client_timeout
     app.state.endpoints = endpoints
+    app.state.switched_off = () if debug_endpoints else tuple(e.path for e in DEBUG_ENDPOINTS)
     app.state.place = place
     app.state.viewers = set()  # of /debug/live
     app.state.created = int(time.time())

@@ -173,7 +173,9 @@ async def on_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: HTTPException) -> Response:
     """Starlette's own 404 and 405. The paths that exist are named: most 404s are a base_url without /v1."""
     path, paths = request.url.path, sorted({route.path for route in request.app.routes})
-    if error.status_code == 404:
+    if error.status_code == 404 and path in request.app.state.switched_off:
+        message = f"{path} is switched off; the server's option --debug-endpoints switches it on"
+    elif error.status_code == 404:
         hint = next((f' Did you mean "{p}"?' for p in paths if p.endswith(path) and path != "/"), "")
         message = f"no such path: {path}.{hint or did_you_mean(path, paths)} Paths: {', '.join(paths)}"
     elif error.status_code == 405:

@@ -63,7 +63,9 @@ class Proposer(Protocol):
         """A request enters, new or resumed; `row` is its permanent row."""
         ...
 
-    def leave(self, row: int) -> None: ...
+    def leave(self, row: int) -> None:
+        """The request of a row has ended, or is preempted."""
+        ...
 
     def propose(self, plan: StepPlan, batch: InputBatch, tokens: Drafts, hidden: Tensor) -> Drafts:
         """After every step, also one that sampled nothing.

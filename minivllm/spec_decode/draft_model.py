@@ -38,7 +38,6 @@ from minivllm.attention.base import AttentionBackend
 from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.plan import Join, StepPlan
-from minivllm.sampling.draw import draw
 from minivllm.sampling.sampler import Pick
 from minivllm.spec_decode.base import Drafts, Target
 
@@ -188,6 +187,6 @@ class DraftModelProposer:
         def pick(probs: Tensor, seeds: np.ndarray, positions: np.ndarray, which: np.ndarray) -> tuple[Tensor, Tensor]:
             for row, q in zip(rows[which].tolist(), probs, strict=True):
                 self.probs.setdefault(row, []).append(q)
-            return draw(probs, seeds ^ OWN_NOISE, positions)
+            return self.sampler.draws.draw(probs, seeds ^ OWN_NOISE, positions)
 
         return pick

@@ -15,6 +15,7 @@ from minivllm.attention.base import KVSpec
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
+from minivllm.sampling.draws import Draws
 from minivllm.sampling.rejection import Rejection
 from minivllm.sampling.verify import PickFor
 from minivllm.sampling.verify import match as pick_by_match
@@ -27,7 +28,7 @@ from minivllm.spec_decode.ngram import NGram
 from minivllm.spec_decode.suffix import EarlierOutputs, SuffixLookup
 
 MakeProposer = Callable[[EngineConfig, LoadedModel, torch.dtype, torch.device], Recipe]
-MakeAcceptance = Callable[[Proposer], PickFor]
+MakeAcceptance = Callable[[Proposer, Draws], PickFor]
 
 
 def none(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device: torch.device) -> Recipe:
@@ -118,9 +119,9 @@ def eagle(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device:
     return Recipe(make, spec.bytes_per_block)
 
 
-def match(proposer: Proposer) -> PickFor:
+def match(proposer: Proposer, draws: Draws) -> PickFor:
     return pick_by_match
 
 
-def rejection(proposer: Proposer) -> PickFor:
-    return Rejection(proposer.draft_probs)
+def rejection(proposer: Proposer, draws: Draws) -> PickFor:
+    return Rejection(proposer.draft_probs, draws)

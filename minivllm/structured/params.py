@@ -89,4 +89,5 @@ class StructuredParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return self.kind, self.value, self.disable_any_whitespace
 
     def error(self, message: str) -> BadRequest:
+        """To be raised, with the request's own name for the field."""
         return BadRequest(f"{self.field}: {message}", self.field)

@@ -7,14 +7,14 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from bookext import figures, quoted, records, reference
+from bookext import figures, quoted, records, reference, runs
 
 DIRECTIVES = {
     "snippet": quoted.Snippet, "compare": quoted.Compare, "predict": quoted.Predict, "exercise": quoted.Exercise,
-    "switch": quoted.Switch, "codemap": quoted.Map,
+    "switch": quoted.Switch, "codemap": quoted.Map, "questions": quoted.Questions,
     "run-output": figures.RunOutput, "chart": figures.Chart, "ratios": figures.Ratios, "ablation": figures.Ablation,
     "records": figures.Records, "measured": figures.Measured, "rerun": figures.Rerun, "sources": figures.Sources,
-    "widget": figures.Widget,
+    "widget": figures.Widget, "runs": runs.Runs, "peers": runs.Peers, "results": runs.Results,
     "api": reference.Api, "endpoints": reference.Endpoints, "commands": reference.Commands, "fields": reference.Fields,
     "features": reference.Features, "presets": reference.Presets, "matrix": reference.Matrix,
 }  # fmt: skip

@@ -11,13 +11,14 @@ from pathlib import Path
 from bookext.quotes import ROOT
 
 PACKAGE = ROOT / "minivllm"
-WHAT = {  # for newcomers; a part without a word is shown by its name alone
+WHAT = {  # for newcomers
     "serve": "OpenAI's API", "engine": "the step loop", "scheduler": "what runs next", "kv": "where K and V live",
     "runner": "a plan, computed", "models": "the network", "attention": "reads the cache", "sampling": "picks a token",
     "executor": "where it runs", "loading": "files to model", "spec_decode": "guesses tokens", "lora": "adapters",
     "structured": "legal tokens", "compile": "traced pieces", "quantization": "4 and 8 bits", "layers": "linear, norm",
-    "kernels": "C++", "plan": "a step, as data", "request": "a request, as data", "config": "options",
-    "features": "every switch", "trace": "record, replay", "cli": "the terminal",
+    "kernels": "C++, Triton", "plan": "a step, as data", "request": "a request, as data", "config": "options",
+    "features": "every switch", "trace": "record, replay", "cli": "the terminal", "pooling": "vectors, scores",
+    "child": "a process of ours", "logs": "log lines", "upload": "host to device",
 }  # fmt: skip
 HIDDEN = {"errors", "registry", "matrix", "machine", "waiting", "__main__", "__init__"}  # everybody's, or nobody's
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, WIDTH = 140, 40, 20, 24, 640
@@ -25,8 +26,10 @@ PER_ROW = WIDTH // (BOX_WIDTH + GAP_X)
 
 
 def part_of(module: str) -> str:
-    """minivllm.cli_chat -> cli; minivllm.kv.pool -> kv."""
-    return module.split(".")[1].partition("_")[0] if module.startswith("minivllm.cli") else module.split(".")[1]
+    """minivllm.kv.pool -> kv; minivllm.cli_chat -> cli, as there is a cli.py."""
+    name = module.split(".")[1]
+    stem = name.partition("_")[0]
+    return stem if (PACKAGE / f"{stem}.py").is_file() else name
 
 
 def sources() -> Iterator[tuple[str, Path]]:

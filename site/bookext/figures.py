@@ -38,8 +38,8 @@ class RunOutput(Directive):
 
     def build(self) -> list[nodes.Node]:
         source = self.arguments[0]
-        command = self.used(source)["command"].removesuffix(" --record")
-        text = f"$ {command}\n" + (harness.RESULTS / f"{source}.txt").read_text()
+        self.used(source)
+        text = f"$ {records.command(source)}\n" + (harness.RESULTS / f"{source}.txt").read_text()
         caption = nodes.paragraph("", records.provenance(source), classes=["caption"])
         return [self.box("run-output", nodes.literal_block(text, text, language="text"), caption)]
 
@@ -144,7 +144,7 @@ class Ablation(Directive):
             bars = stacked(bars)
             bars += [ratio_of(row["ratios"], metric, "together") for row in found if row["kind"] == "whole"]
         unit = "times as much" if metric == "own" else f"{metric}, times as much"
-        head = ("switch", "from", "to", "workload", "metric", "ratio", "low", "high", "")
+        head = ("switch", "from", "to", "ratio", "low", "high", "verdict", "workload", "metric")
         drawn = html(charts.waterfall(bars, unit))
         table = html(charts.table(head, [self.cells(row, metric) for row in rows]))
         return [self.box("chart", drawn, self.caption()), table]
@@ -158,7 +158,7 @@ class Ablation(Directive):
         ratio, changes = row["ratios"][name], row["changes"]
         ends = [", ".join(str(change[i]) for change in changes.values()) for i in (0, 1)]
         figures = [f"{ratio[key]:.2f}" for key in ("ratio", "low", "high")]
-        return [row["switch"], *ends, row["workload"], name, *figures, ratio["verdict"] or "neither"]
+        return [row["switch"], *ends, *figures, ratio["verdict"] or "neither", row["workload"], name]
 
 
 def ratio_of(found: dict[str, Any], name: str, title: str) -> charts.Ratio:
@@ -176,25 +176,49 @@ def stacked(bars: list[charts.Ratio]) -> list[charts.Ratio]:
 
 class Records(Directive):
     """`{records} source:rows`, each line of content `path format = title`: a table from committed results. `name?` is
-    a value that only some rows have. `:rows:` names the rows to show, of those that have names."""
+    a value that only some rows have; `runs.*.name` the median over a row's runs. `:rows:` names the rows to show, of
+    those that have names. Without content: every plain value of the rows.
+
+    `:across: path = path format`: a column for each value at the first path, with the second of its row in it; rows
+    that agree in the content's columns become one.
+    """
 
     required_arguments = 1
-    option_spec = {"rows": WORDS}
+    option_spec = {"rows": WORDS, "across": WORDS}
 
     def build(self) -> list[nodes.Node]:
         rows = records.as_rows(self.picked(self.arguments[0]))
         if "rows" in self.options:
             named = {row["key"]: row for row in rows}
             rows = [records.pick(named, name) for name in self.options["rows"].split()]
-        columns = [line.rsplit(" = ", 1) for line in self.content if line.strip()]
+        columns = [line.rsplit(" = ", 1) for line in self.content if line.strip()] or plain(rows)
         cells = [[self.cell(row, column) for column, _ in columns] for row in rows]
-        return [html(charts.table([title for _, title in columns], cells))]
+        titles = [title for _, title in columns]
+        if "across" in self.options:
+            titles, cells = self.across(rows, titles, cells)
+        return [html(charts.table(titles, cells))]
+
+    def across(self, rows: list[Any], titles: list[str], cells: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+        by, shown = self.options["across"].split(" = ")
+        names = list(dict.fromkeys(str(records.pick(row, by)) for row in rows))
+        found: dict[tuple[str, ...], dict[str, str]] = {}
+        for row, head in zip(rows, cells, strict=True):
+            found.setdefault(tuple(head), {})[str(records.pick(row, by))] = self.cell(row, shown)
+        return [*titles, *names], [[*head, *(line.get(name, "–") for name in names)] for head, line in found.items()]
 
     @staticmethod
     def cell(row: Any, column: str) -> str:
-        place, _, form = column.partition(" ")
+        place, _, form = column.rpartition(" ") if " " in column else (column, "", "")
         value = row.get(place[:-1]) if place.endswith("?") else records.pick(row, place)
+        form = form if not isinstance(value, (str, bool)) else ""
+        value = statistics.median(value) if isinstance(value, list) else value  # of a row's runs
         return "–" if value is None else format(value, form)  # a ratio to zero
+
+
+def plain(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """A column for each name under which some row has neither a list nor a mapping."""
+    names = {name: value for row in rows for name, value in row.items() if not isinstance(value, (dict, list))}
+    return [[f"{name}? {'.4g' if isinstance(value, float) else ''}", name] for name, value in names.items()]
 
 
 class Measured(Directive):
@@ -220,9 +244,11 @@ class Rerun(Directive):
     required_arguments = 1
 
     def build(self) -> list[nodes.Node]:
-        record = self.used(self.arguments[0])
-        block = nodes.literal_block(f"$ {record['command']}", f"$ {record['command']}", language="console")
-        return [nodes.paragraph("", records.provenance(self.arguments[0]), classes=["caption"]), block]
+        source = self.arguments[0]
+        self.used(source)
+        command = f"$ {records.command(source)}"
+        block = nodes.literal_block(command, command, language="console")
+        return [nodes.paragraph("", records.provenance(source), classes=["caption"]), block]
 
 
 class Sources(Directive):
@@ -232,7 +258,7 @@ class Sources(Directive):
         items = nodes.bullet_list()
         for source in self.env.current_document.get(USED, {}):
             where = nodes.paragraph("", f"{source}: {records.provenance(source)}; again by ")
-            where += nodes.literal(text=records.load(source)["command"])
+            where += nodes.literal(text=records.command(source))
             items += nodes.list_item("", where)
         return [self.box("sources", nodes.paragraph("", "The numbers of this page were measured, not typed:"), items)]
 

@@ -10,6 +10,7 @@ from docutils.parsers.rst import directives
 from bookext import charts, codemap, quotes, records
 from bookext.base import Directive, html
 from chapters import harness
+from minivllm import cli_chapter
 
 
 class Snippet(Directive):
@@ -78,6 +79,20 @@ class Switch(Directive):
             raise records.RecordError("no row of minivllm/features.py names this chapter")
         cells = [(f.field, ", ".join(map(str, f.options)), f.default, f.what) for f in rows]
         return [self.box("switch", html(charts.table(("--set", "options", "default", "what it decides"), cells)))]
+
+
+class Questions(Directive):
+    """`{questions}`: the chapters, each with what it asks."""
+
+    has_content = False
+
+    def build(self) -> list[nodes.Node]:
+        rows = []
+        for folder in cli_chapter.chapters().values():
+            title = (folder / "index.md").read_text().partition("\n")[0].removeprefix("# ")
+            rows += [f"[{title}]({folder.name}/index.md)", f": {cli_chapter.question(folder)}", ""]
+            self.env.note_dependency(str(folder / "index.md"))
+        return [self.box("questions", *self.parsed(rows))]
 
 
 class Map(Directive):

@@ -55,7 +55,8 @@ def described(node: Any, lines: list[str]) -> list[nodes.Node]:
     if isinstance(node, ast.ClassDef):
         members = [child for child in node.body if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))]
         init = [child for child in members if child.name == "__init__"]
-        parts = [signature(init[0], node.name)] if init else []
+        named = ast.unparse(ast.ClassDef(node.name, node.bases, [], [ast.Pass()], [])).partition(":")[0]
+        parts = [signature(init[0], node.name)] if init else [literal_python(named)]
         parts += prose(ast.get_docstring(node))
         parts += fields(node, lines)
         for member in members:
@@ -68,8 +69,7 @@ def described(node: Any, lines: list[str]) -> list[nodes.Node]:
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> nodes.literal_block:
     """As it is called: without self, one argument a line where they do not fit. A property as a field."""
     if any(ast.unparse(d) == "property" for d in node.decorator_list):
-        whole = f"{name}: {ast.unparse(node.returns)}" if node.returns else name
-        return nodes.literal_block(whole, whole, language="python", classes=["signature"])
+        return literal_python(f"{name}: {ast.unparse(node.returns)}" if node.returns else name)
     arguments = copy.deepcopy(node.args)
     arguments.args = [a for a in arguments.args if a.arg not in ("self", "cls")]
     awaited = "async " * isinstance(node, ast.AsyncFunctionDef)
@@ -78,7 +78,11 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> nodes.
     if len(whole) > 88:
         inner = ",\n    ".join(split_arguments(ast.unparse(arguments)))
         whole = f"{awaited}{name}(\n    {inner},\n){gives}"
-    return nodes.literal_block(whole, whole, language="python", classes=["signature"])
+    return literal_python(whole)
+
+
+def literal_python(text: str) -> nodes.literal_block:
+    return nodes.literal_block(text, text, language="python", classes=["signature"])
 
 
 def split_arguments(text: str) -> list[str]:
@@ -94,17 +98,25 @@ def split_arguments(text: str) -> list[str]:
 
 
 def fields(node: ast.ClassDef, lines: list[str]) -> list[nodes.Node]:
-    """A table of the annotated fields, with the comment behind each."""
+    """A table of the annotated fields, with the comments above and behind each."""
     rows = []
     for child in node.body:
         if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
-            comment = lines[child.end_lineno - 1].partition("  # ")[2]
+            comment = " ".join([*above(child.lineno - 1, lines), lines[child.end_lineno - 1].partition("  # ")[2]])
             default = ast.unparse(child.value) if child.value else ""
-            rows.append((child.target.id, ast.unparse(child.annotation), default, comment))
+            rows.append((child.target.id, ast.unparse(child.annotation), default, comment.strip()))
     head = ("field", "type", "default", "what")
     if not any(comment for *_, comment in rows):
         head, rows = head[:3], [row[:3] for row in rows]
     return [html(code_table(head, rows, code=3))] if rows else []
+
+
+def above(line: int, lines: list[str]) -> list[str]:
+    """The comment that ends right above a line, which is counted from 0."""
+    first = line
+    while first and lines[first - 1].lstrip().startswith("# "):
+        first -= 1
+    return [text.strip().removeprefix("# ") for text in lines[first:line]]
 
 
 def prose(text: str | None) -> list[nodes.Node]:

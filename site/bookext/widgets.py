@@ -35,7 +35,7 @@ def timeline(found: Sequence[Trace], names: Sequence[str], seconds: float, autop
     )
     has_stalls = any(lane.idle(req_id, stall) for lane in lanes for req_id in lane.arrivals)
     kinds = {"prompt": "a prompt, computed", "token": "a token", **({"stall": "a stall"} if has_stalls else {})}
-    keys = "".join(f'<i class="mv-key" data-is="{kind}"></i>{name}' for kind, name in kinds.items())
+    keys = "".join(f'<span><i class="mv-key" data-is="{kind}"></i> {name}</span>' for kind, name in kinds.items())
     legend = f'<p class="mv-legend" aria-hidden="true">{keys}</p>'
     return element(
         "mv-timeline",

@@ -11,6 +11,7 @@
       if (this.frames) return;
       const data = JSON.parse(this.querySelector("script").textContent);
       this.slots = data.slots.map((slot) => this.findSlot(slot));
+      this.told = data.slots.findIndex((slot) => slot === "said" || slot === "time"); // to who hears the slider
       this.frames = unpacked(data.frames);
       this.times = data.times.length ? data.times : this.frames.map((_, i) => i / Math.max(1, this.frames.length - 1));
       this.seconds = data.seconds;
@@ -41,8 +42,7 @@
       });
       this.slider.value = this.k;
       this.place.textContent = `${this.k + 1} / ${this.frames.length}`;
-      const said = this.querySelector("[data-slot=said], [data-slot=time]");
-      this.slider.setAttribute("aria-valuetext", said ? said.textContent : this.place.textContent);
+      this.slider.setAttribute("aria-valuetext", this.frames[this.k][this.told] ?? this.place.textContent);
     }
 
     addControls(label) {

@@ -8,7 +8,8 @@ from attention.test_backends import MIXED
 
 from minivllm.attention.reference import ReferenceAttention
 from minivllm.compile import opaque
-from minivllm.compile.context import ForwardContext, forward_context
+from minivllm.compile.context import ForwardContext, Turn, attend, attend_turned, forward_context
+from minivllm.kernels.twins import rotate
 
 # Never called through the dispatcher: the program that a graph becomes calls it with the layer in place of its name.
 CALLED_BY_THE_PROGRAM = {"linear"}
@@ -25,6 +26,34 @@ def test_attend():
     assert set(checks.values()) == {"SUCCESS"}, checks
 
 
+class Turning(ReferenceAttention):
+    def turn_and_attend(self, qkv, turn, kv, meta, layer, out):
+        """Unnormed: its caller gives no weight."""
+        assert turn.weight is None and turn.eps == 0.5
+        q, k, v = qkv.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+        cos, sin = (table[turn.positions][:, None] for table in (turn.cos, turn.sin))
+        self.forward(rotate(q, cos, sin), rotate(k, cos, sin), v, kv, meta, layer, out)
+
+
+def test_attend_turned():
+    """And it gives what attend does of what was turned before."""
+    case = Case(spec(), MIXED)
+    backend = Turning([case.spec], case.kv_spec, case.num_blocks + 1, CPU)
+    batch = case.batch(case.now)
+    context = ForwardContext(backend, backend.prepare(batch), [case.cache(backend)], [case.spec])
+    inputs, positions = case.inputs(case.now), torch.from_numpy(batch.positions)
+    angles = torch.rand(int(positions.max()) + 1, case.spec.head_size // 2)
+    turn = Turn(positions, angles.cos(), angles.sin(), None, 0.5)
+    qkv = torch.cat(inputs, 1)
+    with forward_context(context):
+        arguments = (qkv, positions, torch.zeros_like(inputs[0]), *turn[1:], 0)
+        checks = torch.library.opcheck(torch.ops.minivllm.attend_turned.default, arguments)
+        cos, sin = (table[positions][:, None] for table in turn[1:3])
+        q, k = (rotate(x, cos, sin) for x in inputs[:2])
+        assert torch.equal(attend_turned(qkv, turn, case.spec.num_heads, 0), attend(q, k, inputs[2], 0))
+    assert set(checks.values()) == {"SUCCESS"}, checks
+
+
 def test_every_operation_is_checked_here():
     shipped = {name for name, run in opaque._by_name.items() if run.__module__.startswith("minivllm.")}
-    assert shipped == {"attend"} | CALLED_BY_THE_PROGRAM
+    assert shipped == {"attend", "attend_turned"} | CALLED_BY_THE_PROGRAM

@@ -141,6 +141,13 @@ def test_a_missing_library_is_refused_with_the_extra_that_has_it(a_card, monkeyp
         choose(name, CUDA, [spec()], REGISTRY)
 
 
+@pytest.mark.parametrize("name", ["flash,triton", "triton,flash"])
+def test_a_pair_names_the_extra_of_the_one_that_is_missing(a_card, monkeypatch, name):
+    monkeypatch.setattr(flash, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"attention={name} cannot run here: .*minivllm\[flash\]"):
+        choose(name, CUDA, [spec()], REGISTRY)
+
+
 @pytest.mark.parametrize(
     "installed, capability, kind",
     [
@@ -156,6 +163,18 @@ def test_the_generation_follows_from_the_card_and_from_what_is_installed(monkeyp
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(flash, "find_spec", lambda name: name in installed or None)
     assert type(flash.load_library(capability)) is kind
+
+
+@pytest.mark.parametrize("generation, kind", [(2, FlashAttention2), (3, FlashAttention3)])
+def test_a_generation_can_be_asked_for(monkeypatch, generation, kind):
+    for name in ("flash_attn_interface", "flash_attn"):
+        module = ModuleType(name)
+        module.flash_attn_with_kvcache = None
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(flash, "find_spec", lambda name: True)
+    assert type(flash.load_library((9, 0), generation)) is kind
+    with pytest.raises(ImportError, match="Hopper"):
+        flash.load_library((8, 0), 3)
 
 
 def test_a_package_of_flash_attention_4_alone_is_not_taken_for_2(monkeypatch):

@@ -37,6 +37,13 @@ def test_auto_on_the_cpu_is_the_compiled_kernels():
     assert choice.name == "cpu" and "preferred to sdpa, reference" in choice.reason
 
 
+def test_auto_on_a_gpu_says_which_backends_it_does_not_take_and_why():
+    """None that no card has run; that each of them can be named is in test_libraries.py."""
+    backend, choice = choose("auto", torch.device("cuda"), [spec()], ATTENTION)
+    assert backend is SDPAAttention and choice.name == "sdpa"
+    assert "triton, flash, flashinfer, flex only by name: no card has run them yet" in choice.reason
+
+
 def test_auto_without_a_compiler_is_sdpa_and_says_why(without_compiler):
     backend, choice = choose("auto", CPU, [spec()], ATTENTION)
     assert backend is SDPAAttention

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,11 @@ def build(source: Path, out: Path, *options: str) -> Path:
     done = subprocess.run([*command, str(source), str(out)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
+
+
+@pytest.fixture(scope="session")
+def builder() -> Callable[..., Path]:
+    return build
 
 
 @pytest.fixture(scope="session")

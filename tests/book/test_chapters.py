@@ -23,6 +23,7 @@ IDS = [folder.name for folder in FOLDERS]
 MUTANTS = [
     (folder, name) for folder in FOLDERS for name in importlib.import_module(f"chapters.{folder.name}.mutants").MUTANTS
 ]
+MAX_SECONDS = 60  # of a script, on the machine that its results are from
 each_chapter = pytest.mark.parametrize("folder", FOLDERS, ids=IDS)
 
 
@@ -48,6 +49,7 @@ def test_the_claims_hold_on_this_machine(folder):
 def test_the_committed_results_are_whole_and_bear_the_claims_out(folder):
     record = committed(folder)
     assert not record["params"]["smoke"] and record["commit"] and record["machine"]["cpu"]
+    assert record.get("seconds", 0) <= MAX_SECONDS, "a reader waits too long for this script"
     script(folder).check(record["results"])
     assert script(folder).tell(record["results"]) == (harness.RESULTS / f"{folder.name[:4]}.txt").read_text()
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+from pathlib import Path
 
 import pytest
 from bookext import reference
 
+import minivllm
 from minivllm import matrix
+
+ROOT = Path(__file__).parent.parent.parent
 
 SOURCE = '''
 class A:
@@ -21,7 +26,9 @@ class A:
     """
 
     size: int = 3  # how many
-    name: str
+    # Of two lines
+    # above it:
+    name: str  # and behind.
 
     def __init__(self, size: int = 3, *, name: str): ...
 
@@ -38,6 +45,7 @@ class A:
 @pytest.fixture(scope="module")
 def shown() -> str:
     (node,) = ast.parse(SOURCE).body
+    assert reference.described(ast.parse("class B(A): ...").body[0], [])[0].astext() == "class B(A)"
     return "\n".join(part.astext() for part in reference.described(node, SOURCE.splitlines()))
 
 
@@ -48,7 +56,8 @@ def test_signatures_are_as_they_are_called(shown):
 
 
 def test_fields_come_with_their_comments_and_docstrings_in_paragraphs(shown):
-    assert "<code>size</code>" in shown and "how many" in shown and "<code>name</code>" in shown
+    assert "<code>size</code>" in shown and "<td>how many</td>" in shown
+    assert "<td>Of two lines above it: and behind.</td>" in shown
     assert "one: the first.\ntwo, three: the others, with code." in shown
 
 
@@ -75,3 +84,27 @@ def test_every_page_of_the_reference_has_what_it_promises(built):
     assert "max_num_batched_tokens" in pages["options"] and "pairs that cannot be" in pages["options"]
     assert "/v1/chat/completions" in pages["server"] and "usage: python -m minivllm" in pages["server"]
     assert "num_computed_tokens" in pages["parts"] and "repetition_penalty" in pages["python"]
+
+
+def api_of(page: str) -> list[ast.ClassDef]:
+    places = re.findall(r"\{api\} (\S+)::(\w+)", (ROOT / "chapters" / "reference" / page).read_text())
+    return [
+        node
+        for path, name in places
+        for node in ast.parse((ROOT / path).read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+
+
+def test_every_public_name_is_in_the_reference_and_says_what_it_takes():
+    shown = api_of("python.md")
+    assert set(minivllm.__all__) - {"__version__"} <= {node.name for node in shown}
+    silent = [node.name for node in shown if not ast.get_docstring(node)]
+    silent += [
+        f"{node.name}.{child.name}"
+        for node in shown
+        for child in node.body
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not child.name.startswith("_")
+        if len(child.args.args) + len(child.args.kwonlyargs) > 1 and not ast.get_docstring(child)
+    ]
+    assert not silent, silent

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from minivllm.runner.inputs_persistent import PersistentInputs
 from minivllm.trace import plan_of
 
 RUNS = list(SCENES)
+TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-rows", "mv-tokens", "mv-guesses", "mv-roofline", "mv-chart"]
+MEASURED = json.loads((Path(__file__).parent / "fixtures" / "roof.json").read_text())["results"]["rows"]
 
 # ---------------------------------------------------------------------------------------- the replay
 
@@ -80,6 +84,14 @@ def test_the_two_lanes_show_what_the_page_says_of_them():
         return min(s.end for s in lane.slices if s.req_id == "report" and s.num_out) - lane.arrivals["report"]
 
     assert first(v1) > first(v0)
+
+
+def test_a_burst_is_seen_in_the_one_process_and_not_in_the_two():
+    """Chapter 12: one bar is much broader than the others, and with a core apart none is as broad."""
+    beside, apart = (replay.lane(replay.load(f"core-{core}")) for core in ("inproc", "process"))
+    steps = sorted(b - a for a, b in pairwise(sorted(set(beside.ends))))
+    assert beside.longest_gap() > 2 * steps[len(steps) // 2]
+    assert apart.longest_gap() < beside.longest_gap()
 
 
 def test_an_even_run_has_no_stall_and_a_stopped_one_has():
@@ -204,6 +216,15 @@ SHOW = """([tag, k]) => {
 }"""
 
 
+# Where the cursor of a picture stands, and where its points do.
+MARKED = """(tag) => {
+  const picture = document.querySelector(`${tag} .on-desk svg`);
+  const at = (text) => +/[\\d.]+/.exec(text)[0];
+  const dots = [...picture.querySelectorAll(".dot")].map((dot) => at(dot.getAttribute("d")));
+  return [at(picture.querySelector("[data-slot^=cursor]").getAttribute("transform")), dots];
+}"""
+
+
 @pytest.mark.parametrize(("tag", "name"), [("mv-blocks", "small-pool"), ("mv-prefix", "ten-blocks")])
 def test_the_pool_that_is_seen_at_step_k_is_the_replays(page, tag, name):
     for step, state in replay.pool_states(replay.load(name)):
@@ -259,13 +280,54 @@ def test_the_guesses_that_are_seen_at_a_step_are_the_replays(page):
         assert seen["said"].startswith(f"Step {k + 1}. ")
 
 
+def test_the_points_that_are_seen_at_step_k_are_the_results(page):
+    """Of a chart and of a roof: what is said, and that the cursor stands at the point."""
+    for k, row in enumerate(MEASURED):
+        said = page.evaluate(SHOW, ["mv-chart", k])["said"]
+        assert said == f"At {row['tokens']} (tokens), ms: milliseconds {charts.shown(row['ms'])}."
+        said = page.evaluate(SHOW, ["mv-roofline", k])["said"]
+        assert f"{charts.shown(row['intensity'])} FLOP for each byte." in said
+        assert said.endswith(f"measured: {charts.shown(row['mflops'] / row['ms'])} GFLOP/s.")
+        for tag in ("mv-chart", "mv-roofline"):
+            cursor, dots = page.evaluate(MARKED, tag)
+            assert cursor == pytest.approx(dots[k], abs=0.2), f"{tag}, point {k}"
+
+
+# What is in each of these slots of the first widget of a kind, after step k, and what who hears its slider is told. A
+# slot that a kind does not draw has null.
+FILLED = """([tag, k, slots]) => {
+  const widget = document.querySelector(tag);
+  widget.show(k);
+  const held = slots.map((slot) => {
+    const [name, place] = slot.split("@"), element = widget.querySelector(`[data-slot="${name}"]`);
+    if (!element) return null;
+    if (!place) return element.textContent;
+    return place.startsWith("--") ? element.style.getPropertyValue(place) : element.getAttribute(place);
+  });
+  return [held, widget.querySelector("input").getAttribute("aria-valuetext")];
+}"""
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_every_slot_at_every_step_holds_what_python_worked_out(page, gallery, tag):
+    """Colours, bars and cursors too. What Python works out is held against the replay in the tests above."""
+    source = (gallery / "index.html").read_text().partition(f"<{tag} ")[2]
+    data = json.loads(source.partition('<script type="application/json">')[2].partition("</script>")[0])
+    now = data["frames"][0]
+    for k, row in enumerate(data["frames"]):
+        now = [old if value == 0 else value for value, old in zip(row, now, strict=True)]
+        if k % 3 == 0 or k == len(data["frames"]) - 1:
+            held, heard = page.evaluate(FILLED, [tag, k, data["slots"]])
+            wanted = dict(zip(data["slots"], now, strict=True))
+            drawn = {slot: value for slot, value in zip(data["slots"], held, strict=True) if value is not None}
+            assert drawn == {slot: wanted[slot] for slot in drawn} and len(drawn) >= len(wanted) - 1, f"step {k}"
+            assert heard == wanted.get("said", wanted.get("time"))
+
+
 def test_a_roof_says_what_bounds_a_point(page):
     assert "set by the memory" in page.evaluate(SHOW, ["mv-roofline", 0])["said"]
     last = page.evaluate(SHOW, ["mv-roofline", 2])["said"]
     assert "32 FLOP for each byte" in last and "set by the arithmetic" in last and "measured: 80 GFLOP/s" in last
-
-
-TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-rows", "mv-tokens", "mv-guesses", "mv-roofline", "mv-chart"]
 
 
 @pytest.mark.parametrize("tag", TAGS)

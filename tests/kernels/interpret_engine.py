@@ -3,12 +3,15 @@ test_interpreter.py."""
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.kernels.cpu import build
+from minivllm.kernels.dispatch import Dispatch
+from minivllm.kernels.triton import elementwise
 from minivllm.kernels.triton.interpreted import INTERPRETED
 
 assert INTERPRETED
@@ -16,12 +19,14 @@ SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 
 SMALL |= {"executor.num_threads": 1, "scheduler.max_num_batched_tokens": 24, "scheduler.max_num_seqs": 2}
 
 
-def generate(attention: str, kv: str = "auto", graphs: str = "none") -> list[list[int]]:
+def generate(
+    attention: str, kv: str = "auto", graphs: str = "none", num_shared: int = 17, **options
+) -> list[list[int]]:
     rng = random.Random(0)
-    shared = [rng.randrange(200) for _ in range(17)]
-    prompts = [shared + [rng.randrange(200) for _ in range(n)] for n in (1, 20)]
-    params = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0.0, 0.8)]
-    own = {"runner.attention": attention, "kv.dtype": kv, "runner.graphs": graphs, "debug.check": True}
+    shared = [rng.randrange(200) for _ in range(num_shared)]
+    prompts = [shared + [rng.randrange(200) for _ in range(n)] for n in (1, 3 + num_shared)]
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=4) for t in (0.0, 0.8)]
+    own = {"runner.attention": attention, "kv.dtype": kv, "runner.graphs": graphs, "debug.check": True} | options
     with LLM(overrides=SMALL | own) as llm:
         assert graphs in (decision := {d.field: str(d.value) for d in llm.decisions}).get("runner.graphs", "none"), (
             decision
@@ -29,14 +34,45 @@ def generate(attention: str, kv: str = "auto", graphs: str = "none") -> list[lis
         return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
+@functools.cache
+def wanted(kv: str, **options) -> list[list[int]]:
+    if kv == "auto":
+        return generate("reference", **options)
+    if build.obstacle() is not None:
+        pytest.skip(build.obstacle())
+    return generate("cpu", kv, **options)
+
+
 def test_tokens_equal_the_references():
-    assert generate("triton") == generate("reference")
+    assert generate("triton") == wanted("auto")
 
 
 def test_whole_decodes_are_recorded_with_numbers_that_hold_for_every_length():
-    assert generate("triton", graphs="full") == generate("reference")
+    assert generate("triton", graphs="full") == wanted("auto")
 
 
-@pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 def test_tokens_over_int8_equal_those_of_the_cpus_kernels():
-    assert generate("triton", "int8") == generate("cpu", "int8")
+    assert generate("triton", "int8") == wanted("int8")
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_norm_rotation_and_cache_write_in_one_launch(kv, monkeypatch):
+    """Every layer's, and the cache is written by nothing else. In captures and in traces:
+    tests/compile/test_turned.py."""
+    num_launches, inner = 0, elementwise.rope_write
+
+    def counted(*args):
+        nonlocal num_launches
+        num_launches += 1
+        inner(*args)
+
+    def refuse(*args):
+        raise AssertionError("the cache was written apart")
+
+    expected = wanted(kv, num_shared=5)
+    monkeypatch.setattr(Dispatch, "uses", lambda self, name, proof: name.startswith("rope"))
+    monkeypatch.setattr(elementwise, "rope_write", counted)
+    for name in ("write", "write_codes"):
+        monkeypatch.setattr(elementwise, name, refuse)
+    assert generate("triton", kv, num_shared=5, **{"runner.forward": "eager"}) == expected
+    assert num_launches >= 2 * 4

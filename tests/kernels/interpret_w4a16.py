@@ -25,7 +25,7 @@ def compare(num_tokens: int, n_in: int, n_out: int, dtype: torch.dtype, use_bias
     out = torch.full((num_tokens, n_out), torch.nan, dtype=RESULT.get(dtype, dtype))
     wanted = x.double() @ dequantise(packed).double().T
     wanted = wanted if bias is None else wanted + bias.double()
-    got = Matrix(packed, bias)(x, out, **launch)
+    got = Matrix(packed, bias).multiply(x, out, **launch)
     assert got is out
     torch.testing.assert_close(got.double(), wanted, **PRODUCT[dtype])
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from minivllm.kernels import report as report_module
 from minivllm.kernels.report import Family, kernel_lines, report
 from minivllm.kernels.table import KERNELS
 
@@ -31,3 +32,10 @@ def test_the_report_says_which_kernels_can_run_and_who_asks_for_them():
     assert len(lines) == len(KERNELS) + 1
     assert any(line.startswith("decode attention") and " off " in line and "attention=triton" in line for line in lines)
     assert any(line.startswith("packed linear") and " on " in line for line in lines)
+
+
+def test_the_report_names_the_cards_that_were_tuned(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_module, "TUNED", tmp_path)
+    assert "no card yet" in report_module.tuned_line()
+    (tmp_path / "nvidia-h200.json").write_text("{}")
+    assert "nvidia-h200" in report_module.tuned_line()

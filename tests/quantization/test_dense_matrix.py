@@ -1,4 +1,4 @@
-"""Rule: a product with tiles, on the matrix unit or the vector unit, is the product, and a row of it depends on its row alone."""
+"""Rule: a product with tiles, on whichever unit, is the product, and a row of it depends on its row alone."""
 
 from __future__ import annotations
 

@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, StructuredParams
+from minivllm.config import EngineConfig
+from minivllm.engine.build import build
+from minivllm.engine.core import EngineCore
 from minivllm.executor.background import BackgroundExecutor
 from minivllm.executor.uni import UniExecutor
 from minivllm.plan import Landing, StepOutput, StepPlan
-from minivllm.request import BeamSearchParams
+from minivllm.request import BeamSearchParams, EngineRequest
 from minivllm.runner import late
 from minivllm.runner.late import PinnedRing
+from minivllm.runner.runner import ModelRunner
 
 TINY = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.block_size": 8, "executor.num_threads": 1}
 POISON = 77  # what a buffer holds until its copy arrives: a token, so that reading it early is no crash
@@ -95,6 +99,7 @@ MIXED = [  # some need the host between two steps; the others outlive them
     {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"temperature": 1.0, "n": 2, "logprobs": 2},
     {"temperature": 0.0, "prompt_logprobs": 1, "min_tokens": 7},
+    {"temperature": 0.7, "structured": StructuredParams(regex="([a-z ]{2,5}[0-9]){2,9}")},
     *PLAIN,
 ]
 
@@ -145,6 +150,81 @@ def test_without_a_distribution_the_request_ends_and_the_others_go_on(streams, m
         outputs = llm.generate([[1, 2], [3, 4], [5, 6]], params, use_tqdm=False)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert streams[0].num_copies > 0
+
+
+# ---------------------------------------------------------------- aborts and failures while a step is in flight
+
+
+def core_of(**overrides) -> EngineCore:
+    overrides = {**TINY, "kv.num_blocks": 40, "debug.check": True, "runner.attention": "reference", **overrides}
+    return build(EngineConfig.build("v1", overrides)).core
+
+
+def requests(seed: int) -> list[EngineRequest]:
+    """Prompts with equal beginnings, which a prefix cache finds."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(200) for _ in range(20)]
+    prompts = [shared[: rng.randrange(21)] + [rng.randrange(200)] for _ in range(24)]
+    return [
+        EngineRequest(
+            str(i),
+            prompt,
+            SamplingParams(seed=i, max_tokens=rng.randrange(2, 16), eos_token_ids=(5, 9), **LONG[i % len(LONG)]),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+LONG = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}] * 5 + [
+    {"temperature": 0.0, "repetition_penalty": 1.2}
+]
+
+
+def tokens_of(core: EngineCore, asked: list[EngineRequest], rng: random.Random | None = None) -> dict[str, list[int]]:
+    """Of every request that came to its own end. With `rng` they arrive one by one, and some are aborted."""
+    tokens: dict[str, list[int]] = {request.id: [] for request in asked}
+    gone: set[str] = set()
+    waiting = list(asked)
+    while waiting or core.has_work:
+        for _ in range(len(waiting) if rng is None else min(len(waiting), rng.randrange(3))):
+            core.add(waiting.pop(0))
+        if rng is not None and rng.random() < 0.1:
+            victim = rng.choice(asked).id
+            core.abort([victim])
+            gone.add(victim)
+        for delta in core.step():
+            tokens[delta.req_id] += delta.token_ids
+            if delta.finish_reason == "error":
+                gone.add(delta.req_id)
+    core.shutdown()
+    return {req_id: found for req_id, found in tokens.items() if req_id not in gone}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("inputs, graphs", [("gather", "none"), ("persistent", "full+piecewise"), ("rebuild", "none")])
+def test_aborts_and_failing_steps_leave_the_others_their_tokens(inputs, graphs, seed, streams, monkeypatch):
+    """Steps fail before they begin, or behind their launch, when their tokens are on their way."""
+    asked, rng = requests(seed), random.Random(seed)
+    wanted = tokens_of(core_of(), asked)
+    run_model, num_run, in_flight = ModelRunner.run_model, 0, []
+
+    def failing(runner, batch):
+        nonlocal num_run
+        num_run += 1
+        fails = num_run % (7 + seed) == 0
+        hidden = run_model(runner, batch) if num_run % 2 or not fails else None
+        if fails:
+            in_flight.append(len(streams[0]._in_flight))
+            raise ZeroDivisionError
+        return hidden
+
+    core = core_of(**{"engine.overlap": 2, "runner.inputs": inputs, "runner.graphs": graphs, "kv.num_blocks": 20})
+    monkeypatch.setattr(ModelRunner, "run_model", failing)
+    got = tokens_of(core, asked, rng)
+    assert got == {req_id: wanted[req_id] for req_id in got}
+    assert max(in_flight) == 1, "no step failed while another was in flight"
+    assert len(asked) // 3 < len(got) < len(asked) and not streams[0]._in_flight
+    core.scheduler.check()
 
 
 # ---------------------------------------------------------------- the ring

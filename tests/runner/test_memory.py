@@ -49,6 +49,14 @@ def test_a_touched_pool_is_in_memory_from_the_start():
     assert not pool.any()
 
 
+@pytest.mark.parametrize("prefault", [False, True])
+def test_a_pool_begins_with_a_page(prefault):
+    """So that no vector of K or V lies in two lines of the cache."""
+    pools = [zeros((3, size), torch.bfloat16, torch.device("cpu"), prefault) for size in (5, 64, 1 << 20)]
+    assert [pool.data_ptr() % 4096 for pool in pools] == [0, 0, 0]
+    assert [tuple(pool.shape) for pool in pools] == [(3, 5), (3, 64), (3, 1 << 20)] and not any(map(torch.any, pools))
+
+
 def test_an_engine_with_a_touched_pool_gives_the_same_tokens():
     def run(prefault: bool) -> list[int]:
         overrides = {"model.path": "dummy:tiny", "kv.memory": "32MiB", "kv.prefault": prefault}

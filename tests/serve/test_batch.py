@@ -181,6 +181,7 @@ def test_a_killed_run_is_taken_up_by_the_same_command(files):
     assert set(found) == {*(str(i) for i in range(12)), "bad"}
     assert target.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
     assert len({found[str(i)]["response"]["body"]["choices"][0]["message"]["content"] for i in range(12)}) == 1
-    assert done.returncode == 1 and "13 answers" in done.stderr and "1 errors" in done.stderr  # `bad` is one
+    assert done.returncode == 1 and "answered: 13" in done.stderr
+    assert "1 of them with an error" in done.stderr  # `bad` is one
     again = subprocess.run(command(source, target), capture_output=True, text=True, timeout=60)
     assert again.returncode == 1 and "13 of them before this run" in again.stderr

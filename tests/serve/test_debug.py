@@ -48,5 +48,5 @@ def test_it_needs_a_key(url):
 def test_it_is_there_only_if_asked_for(url, fake_engine, serving):
     assert "/debug/trace" in httpx.get(f"{url}/openapi.json").json()["paths"]
     with serving(fake_engine) as plain:
-        assert get(plain).status_code == 404
+        assert get(plain).status_code == 404 and "--debug-endpoints" in get(plain).json()["error"]["message"]
         assert "/debug/trace" not in httpx.get(f"{plain}/openapi.json").json()["paths"]

@@ -1,0 +1,76 @@
+"""`runner.kernels`: which Triton kernels the engine uses on this device, and why not the others.
+
+Attention and the C++ kernels have choices of their own. Whoever could use a kernel asks for it by its name in table.py
+and brings a proof: a function that runs the kernel on the device, on a little input, and says whether it gave what its
+twin gives. With `auto` a kernel is used on a CUDA device, once its proof has held there: no kernel that this card
+computes otherwise, or that this compiler cannot build, ever serves. The twin takes its place, and the start-up table
+says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+from minivllm.errors import ConfigError
+from minivllm.kernels.table import KERNELS
+
+logger = logging.getLogger("minivllm")
+
+Proof = Callable[[torch.device], bool]
+NAMES = frozenset(kernel.name for kernel in KERNELS if kernel.family == "triton")
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why no Triton kernel can run there, or None."""
+    if find_spec("triton") is None:
+        return 'triton is not installed: pip install "minivllm[gpu]" (Linux only)'
+    if device.type == "cuda":
+        return None
+    from minivllm.kernels.triton.interpreted import INTERPRETED
+
+    return None if INTERPRETED and device.type == "cpu" else f"Triton's kernels need a CUDA device, not {device.type}"
+
+
+class Dispatch:
+    def __init__(self, asked: str, device: torch.device):
+        """asked: runner.kernels. Raises ConfigError if what is asked for cannot run there."""
+        self.device = device
+        self._proves = asked == "auto"
+        self._off: str | None = "as configured" if asked == "torch" else obstacle(device)
+        if asked == "auto" and self._off is None and device.type == "cpu":
+            self._off = "the interpreter is for tests"
+        if asked == "triton" and self._off is not None:
+            raise ConfigError(f"runner.kernels=triton cannot run here: {self._off}. Use runner.kernels=auto")
+        self._outcomes: dict[str, str | None] = {}  # by name: why not, or None
+
+    def uses(self, name: str, proof: Proof) -> bool:
+        """Whether the engine shall call kernel `name` (of table.py). Each is proven once."""
+        assert name in NAMES, name
+        if self._off is not None:
+            return False
+        if name not in self._outcomes:
+            self._outcomes[name] = self._why_not(proof) if self._proves else None
+            if self._outcomes[name] is not None:
+                logger.warning("kernels: %s stays in torch: %s", name, self._outcomes[name])
+        return self._outcomes[name] is None
+
+    def _why_not(self, proof: Proof) -> str | None:
+        try:
+            return None if proof(self.device) else "it differs from its twin on this device"
+        except Exception as e:  # whatever a compiler or a driver says; what is told is the first line
+            return f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0][:120]}"
+
+    @property
+    def decision(self) -> tuple[str, str]:
+        """The kernels that were asked for so far: for the start-up table."""
+        if self._off is not None:
+            return "torch", self._off
+        used = [name for name, why_not in self._outcomes.items() if why_not is None]
+        refused = [f"{name} in torch ({why_not})" for name, why_not in self._outcomes.items() if why_not is not None]
+        how = "each gave its twin's answer on this device" if self._proves else "as configured"
+        shown = [f"{', '.join(used)}: {how}"] if used else []
+        return "triton" if used else "torch", "; ".join(shown + refused) or "nothing of this engine has a kernel"
