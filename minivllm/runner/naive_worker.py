@@ -91,7 +91,7 @@ class OneByOne:
         for join in plan.joins:
             self._caches[join.req_id] = self.model.new_cache()
 
-    def key_for(self, num_reqs: int, num_tokens: int, max_query: int) -> BatchKey:
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int, adapted: bool = False) -> BatchKey:
         return BatchKey(num_tokens)
 
     def warmup(self, run_dummy: Any) -> None:
