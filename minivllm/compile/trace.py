@@ -58,7 +58,8 @@ class _SkeletonPickler(pickle.Pickler):
         if not is_traceable(value):
             return "method" if hasattr(value, "apply") else "nothing"
         if isinstance(value, Tensor):  # a packed weight has no strides; it is passed through, never read
-            return id(value), tuple(value.shape), value.dtype, None if value.is_mkldnn else value.stride()
+            strides = None if value.is_mkldnn else value.stride()
+            return id(value), tuple(value.shape), value.dtype, strides, str(value.device)
         return None
 
 
@@ -71,12 +72,13 @@ class _FakeUnpickler(pickle.Unpickler):
     def persistent_load(self, key: Any) -> Any:
         if isinstance(key, str):
             return OpaqueMethod() if key == "method" else None
-        identity, shape, dtype, stride = key
+        identity, shape, dtype, strides, device = key
         if identity not in self.made:
-            with self.fake_mode:
-                size = stride is not None and (shape, stride)
-                make = torch.empty_strided(*size, dtype=dtype) if size else torch.empty(shape, dtype=dtype)
-                self.made[identity] = make
+            with self.fake_mode, torch.device(device):
+                packed = strides is None
+                self.made[identity] = (
+                    torch.empty(shape, dtype=dtype) if packed else torch.empty_strided(shape, strides, dtype=dtype)
+                )
         return self.made[identity]
 
 
@@ -95,7 +97,9 @@ def trace(pickled: bytes) -> Trace:
             module.method = OpaqueMethod()  # layers may have shared one
             module.method.name = name
     places = _places(model)
-    with fake_mode, shapes.ignore_fresh_unbacked_symbols():
+    weights = [holder[key] for holder, key in places.values()]
+    device = next((weight.device for weight in weights), torch.device("cpu"))
+    with fake_mode, device, shapes.ignore_fresh_unbacked_symbols():
         num_tokens = shapes.create_unbacked_symint()
         torch._check(num_tokens >= 0)
         inputs = [torch.empty(num_tokens, dtype=torch.int64) for _ in INPUTS]
@@ -105,7 +109,6 @@ def trace(pickled: bytes) -> Trace:
             holder[key] = weight
         return model(token_ids, positions)
 
-    weights = [holder[key] for holder, key in places.values()]
     with torch.no_grad(), enable_python_dispatcher():
         graph = make_fx(forward, tracing_mode="real")(*inputs, *weights)
     assert not shapes.guards, f"the forward was specialised: {[str(guard.expr) for guard in shapes.guards]}"

@@ -8,7 +8,7 @@ from minivllm.compile.opaque import find, opaque
 from minivllm.compile.program import Bound, Program
 from minivllm.compile.split import split
 from minivllm.compile.store import describe, program_key
-from minivllm.compile.trace import skeleton, tensors_of, trace
+from minivllm.compile.trace import _SkeletonPickler, skeleton, tensors_of, trace
 
 CASES = [1, 2, 3, 7, 8, 31, 130]
 
@@ -53,6 +53,21 @@ def test_a_forward_that_branches_on_the_number_of_tokens_is_refused():
 class Branching(torch.nn.Module):
     def forward(self, token_ids, positions):
         return positions * 2 if token_ids.shape[0] > 4 else positions
+
+
+def test_a_model_is_traced_for_the_device_that_it_is_on(tiny, monkeypatch):
+    """Else a tensor that its forward makes would be made on a CPU. This torch has no device but one without memory."""
+    persistent_id = _SkeletonPickler.persistent_id
+
+    def elsewhere(pickler, value):
+        key = persistent_id(pickler, value)
+        return (*key[:-1], "meta") if isinstance(value, torch.Tensor) else key
+
+    monkeypatch.setattr(_SkeletonPickler, "persistent_id", elsewhere)
+    traced = trace(skeleton(tiny))
+    values = [node.meta.get("val") for node in traced.graph.graph.nodes]
+    assert {str(value.device) for value in values if isinstance(value, torch.Tensor)} == {"meta"}
+    assert {call.kind for call in split(traced).program.calls} == {"piece", "op"}
 
 
 def test_the_key_changes_with_what_the_graph_depends_on(tiny):
