@@ -34,6 +34,7 @@ SWITCHES = (
     Switch("persistent inputs", {"runner.inputs": "persistent"}),
     Switch("rebuilt inputs", {"runner.inputs": "rebuild"}),
     Switch("prefix cache", {"kv.prefix": "hash"}),
+    Switch("small kernels in torch", {"runner.kernels": "torch"}),
     Switch("V0, with graphs of whole decodes", preset_overrides("v0") | {"engine.overlap": 1, "runner.graphs": "full"}),
     Switch("V1 of 2025, its pieces not compiled", preset_overrides("v1") | _V1),
 )
@@ -60,6 +61,13 @@ def ablation(args: Namespace, device: torch.device, rows: Rows) -> None:
         base.shutdown()
 
 
+def _check(llm: LLM, switch: Switch) -> None:
+    """An engine that could not do what it was asked for says so, and runs. Its time would stand under a wrong name."""
+    for decision in llm.decisions:
+        if str(switch.changes.get(decision.field, decision.value)) != str(decision.value):
+            raise RuntimeError(f"{decision.field} became {decision.value}: {decision.reason}")
+
+
 def _compare(
     args: Namespace, device: torch.device, rows: Rows, model: str, requests: Requests, base: LLM, switch: Switch
 ) -> dict[str, Any]:
@@ -67,6 +75,7 @@ def _compare(
     other = make_llm(model, device, [requests], args.overrides | switch.changes)
     sides = base, other
     try:
+        _check(other, switch)
         warm = [run(side, requests) for side in sides]
         num_different = sum(a != b for a, b in zip(*(tokens for _, tokens in warm), strict=True))
         a_round = sum(seconds for seconds, _ in warm)

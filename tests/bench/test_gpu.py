@@ -114,7 +114,7 @@ def test_what_would_come_too_late_is_not_begun_and_the_targets_come_last():
 
 
 @pytest.mark.parametrize(
-    "part, names", [("engine", 7), ("ablation", 9), ("peers", 4)], ids=["engine", "ablation", "peers"]
+    "part, names", [("engine", 7), ("ablation", 10), ("peers", 4)], ids=["engine", "ablation", "peers"]
 )
 def test_a_part_of_whole_engines_runs_end_to_end_without_a_gpu(part, names):
     done = run("--part", part, "--rounds", "1", "--set", "executor.num_threads=1")
@@ -128,6 +128,14 @@ def test_a_part_of_whole_engines_runs_end_to_end_without_a_gpu(part, names):
     if part == "peers":
         why = {row["engine"]: row["why"] for row in found["rows"]}
         assert "CPU" in why["minivllm"] and "CPU" in why["transformers"], why
+
+
+def test_a_switch_that_an_engine_could_not_turn_is_no_row_of_times():
+    """sdpa cannot be part of a captured decode: the engine says so and runs without graphs."""
+    only = "graphs of whole decodes"
+    done = run("--part", "ablation", "--rounds", "1", "--only", only, "--set", "runner.attention=sdpa")
+    rows = json.loads(done.stdout)["results"]["rows"]
+    assert done.returncode == 1 and "runner.graphs became none: " in rows[0]["error"], rows
 
 
 def test_the_requests_and_the_floor_are_those_of_nano_vllms_benchmark(imported):
