@@ -21,6 +21,9 @@ import msgspec
 T = TypeVar("T")
 INTERRUPT = {signal.SIGINT}
 
+# Temporary folders of children that have not been started: nobody but this process removes them.
+unclaimed: set[str] = set()
+
 
 def start(module: str, *args: str, **options: Any) -> subprocess.Popen:
     """`python -m module args` with a pipe as standard input; it can import what this process can. options: Popen's.
@@ -34,6 +37,12 @@ def start(module: str, *args: str, **options: Any) -> subprocess.Popen:
         return subprocess.Popen([sys.executable, "-m", module, *args], stdin=subprocess.PIPE, env=env, **options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def remove_unclaimed() -> None:
+    """Before a process ends at once."""
+    for folder in tuple(unclaimed):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def ignore_interrupts() -> None:

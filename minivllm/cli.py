@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from minivllm import child
 from minivllm.config import PRESETS, VLLM_NAMES, EngineConfig, from_vllm_names, parse_set
 from minivllm.errors import UserError
 from minivllm.features import FEATURES
@@ -117,6 +118,7 @@ def interrupts_end_at_once() -> Iterator[None]:
 
     def end(number: int, frame: object) -> NoReturn:
         os.write(2, b"interrupted\n")
+        child.remove_unclaimed()
         os._exit(130)
 
     before = signal.signal(signal.SIGINT, end)

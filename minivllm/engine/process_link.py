@@ -35,7 +35,9 @@ class ProcessLink(SocketLink):
         """cores: those that it may use; None: as this process. name: in the log."""
         self._task = Task(config, cores, name)
         self._files = tempfile.TemporaryDirectory(prefix="minivllm-")  # mode 700: nobody else's messages
+        child.unclaimed.add(self._files.name)
         self._child = self._start_child()
+        child.unclaimed.remove(self._files.name)
         try:
             super().__init__(Path(self._files.name))
         except BaseException:

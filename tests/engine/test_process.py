@@ -166,3 +166,33 @@ except KeyboardInterrupt:
     os.killpg(parent.pid, signal.SIGINT)
     assert parent.communicate(timeout=20)[0] == "1 answer after it\n"
     assert parent.returncode == 0 and gone(pid)
+
+
+ABOUT_TO_START = """
+import time
+from minivllm import child
+from minivllm.cli import interrupts_end_at_once
+from minivllm.config import EngineConfig
+from minivllm.engine.process_link import ProcessLink
+
+def start(*_):
+    print("now", flush=True)
+    time.sleep(60)
+
+child.start = start
+with interrupts_end_at_once():
+    ProcessLink(EngineConfig())
+"""
+
+
+def test_ctrl_c_just_before_a_core_is_started_leaves_no_folder(tmp_path):
+    """Later its process removes it."""
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", ABOUT_TO_START], env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "now\n" and len(list(tmp_path.iterdir())) == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130 and list(tmp_path.iterdir()) == []
+    finally:
+        process.kill()
+        process.stdout.close()

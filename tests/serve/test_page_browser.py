@@ -108,7 +108,8 @@ def answered(page, number=1):
 # ---- the chat
 
 
-def test_an_answer_streams_in_and_says_how_fast_it_came(open_page):
+def test_an_answer_streams_in_and_says_how_fast_it_came(open_page, monkeypatch):
+    slow_down(monkeypatch)
     page = open_page()
     expect(page.locator("#model")).to_have_value("tiny")
     set_up(page, max_tokens="400")
