@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,15 @@ def describe() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
+    return {"minivllm": __version__, "python": platform.python_version()} | installed(PACKAGES)
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """{package: its version}, of those that are."""
     from importlib.metadata import PackageNotFoundError, version  # 15 ms that only a recorded run has to pay
 
-    found = {"minivllm": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
+    found = {}
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import subprocess
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from minivllm.machine import installed
 
 NOT_MEASURED = "not measured"
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu", "driver_version")
@@ -43,17 +44,7 @@ def card(device: torch.device) -> dict[str, Any] | str:
         return "none: a CPU stands in for it"
     properties = torch.cuda.get_device_properties(device)
     known = {"name": properties.name, "sms": properties.multi_processor_count, "bytes": properties.total_memory}
-    return known | {"cuda": torch.version.cuda, "versions": _versions()} | clocks()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return known | {"cuda": torch.version.cuda, "versions": installed(PACKAGES)} | clocks()
 
 
 def clocks() -> dict[str, str]:
