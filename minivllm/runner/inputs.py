@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from minivllm.plan import StepPlan
 from minivllm.runner.batch import InputBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,9 @@ class InputBuilder(Protocol):
         """Sampled from: every token of the plan from a request's last known one on, its drafts included."""
         ...
 
-    def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:
+    def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray | Tensor) -> None:
         """tokens [N] are known from now on; requests [N]: whose (index into batch.req_ids), ascending. A request may
-        have several, in sequence order."""
+        have several, in sequence order. A tensor: of tokens that stay on the device, one a request (late.py)."""
         ...
 
 

@@ -3,9 +3,9 @@
     device    | forward n | sample n | forward n + 1 | ...
     host         ... start n + 1 | land n: read its tokens, tell the engine ...
 
-What `sample` gives stays in `newest`, by the request's permanent row, and a copy of it sets out for the host. The
-request's next input is by then a placeholder in the host's tables (whichever `runner.inputs` keeps them), and is taken
-from `newest` on the device. Everything else of the next step follows from counts, which the host knows.
+What `sample` gives stays there as a tensor, and a copy of it sets out for the host. The input builder keeps the tensor
+for the next step (`NewestTokens`, by the request's permanent row). Everything else of that step follows from counts,
+which the host knows.
 
 Copies go through a ring of pinned buffers, on a stream of their own, behind a small protocol: tests put a stream there
 that is as late and as disorderly as one may be. A buffer is used again once it has been read.
@@ -125,32 +125,34 @@ def stay_on_device(
     copies = make_copies(device) if num_steps > 1 else None
     if copies is None:
         return verifier, inputs
-    late = LateTokens(verifier, inputs, max_rows, device, PinnedRing(copies, num_steps, max_rows))
-    return late, late
+    return LateTokens(verifier, PinnedRing(copies, num_steps, max_rows)), NewestTokens(inputs, max_rows, device)
 
 
 class LateTokens:
-    """A Verifier whose tokens may be on their way, and the InputBuilder that goes on without them."""
+    """A Verifier whose tokens may be on their way."""
 
-    def __init__(self, verifier: Verifier, inputs: InputBuilder, max_rows: int, device: torch.device, ring: PinnedRing):
-        self.newest = torch.zeros(max_rows, dtype=torch.int64, device=device)  # by row: the last token sampled
+    def __init__(self, verifier: Verifier, ring: PinnedRing):
         self._verifier = verifier
         self._sampler = verifier.sampler
-        self._inputs = inputs
-        self._device = device
         self._ring = ring
 
     def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, drafts: np.ndarray) -> Sampled:
-        """As Verifier's."""
+        """As Verifier's; the tokens may be a tensor until they are received."""
         if (drafts >= 0).any() or not self._sampler.is_plain(rows):
             return self._verifier(logits, rows, positions, drafts)
         tokens, valid = self._sampler.launch(logits, rows, positions)
-        self.newest[upload(rows, self._device)] = tokens
         parcel = self._ring.send(torch.where(valid, tokens, ~tokens))
-        placeholders = np.full(len(rows), UNKNOWN, np.int64)
-        return Sampled(placeholders, [None] * len(rows), kept=np.arange(len(rows)), parcel=parcel)
+        return Sampled(tokens, [None] * len(rows), kept=np.arange(len(rows)), parcel=parcel)
 
-    # --- as InputBuilder
+
+class NewestTokens:
+    """An InputBuilder before one whose tables are the host's: what only the device knows stays in `newest`, a
+    placeholder in the tables, and takes its place in a batch on the device."""
+
+    def __init__(self, inputs: InputBuilder, max_rows: int, device: torch.device):
+        self.newest = torch.zeros(max_rows, dtype=torch.int64, device=device)  # by row: the last token sampled
+        self._inputs = inputs
+        self._device = device
 
     def apply(self, plan: StepPlan, rows: Sequence[int]) -> None:
         self._inputs.apply(plan, rows)
@@ -165,5 +167,8 @@ class LateTokens:
             batch.token_ids = token_ids
         return batch
 
-    def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:
+    def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray | Tensor) -> None:
+        if isinstance(tokens, Tensor):
+            self.newest[upload(batch.rows[requests], self._device)] = tokens
+            tokens = np.full(len(tokens), UNKNOWN, np.int64)
         self._inputs.append(batch, requests, tokens)

@@ -51,13 +51,13 @@ class Parcel(Protocol):
 
 @dataclass(slots=True)
 class Sampled:
-    tokens: np.ndarray  # [S] int64
+    tokens: np.ndarray | Tensor  # [S] int64; a tensor on the device until receive(), if there is a parcel
     logprobs: list[PositionLogprobs | None]  # of the model's own logits, before any processor (vLLM's raw_logprobs)
     # Logits rows without a usable distribution (NaN, +inf, or every token masked): their token is only a placeholder,
     # and the request should end with an error. The other rows are not touched by it.
     invalid: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     kept: np.ndarray | None = None  # after verification: which logits rows these are, ascending; None: all of them
-    parcel: Parcel | None = None  # what `tokens` and `invalid` will be, once receive() is called
+    parcel: Parcel | None = None  # brings what `tokens` and `invalid` become by receive()
 
     def receive(self) -> None:
         if self.parcel is not None:

@@ -305,16 +305,12 @@ def test_a_placeholder_is_taken_from_its_own_row():
         def build(self, plan, key):
             return plan
 
-    tokens = late.LateTokens(_Verifier(), Inputs(), 8, torch.device("cpu"), ring=None)
+    tokens = late.NewestTokens(Inputs(), 8, torch.device("cpu"))
     tokens.newest[:] = torch.arange(8) * 10
     batch = _Batch(
         token_ids=np.array([-1, 5, 6, -1, 0, 0]), query_start=np.array([0, 1, 3, 4]), rows=np.array([4, 7, 2])
     )
     assert tokens.build(batch, None).token_ids.tolist() == [40, 5, 6, 20, 0, 0]
-
-
-class _Verifier:
-    sampler = None
 
 
 class _Batch:
