@@ -1,0 +1,24 @@
+"""Engines on an emulated CUDA device. Triton's interpreter is on or off for a whole process, so they have one of their
+own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parent / "on_a_card.py"
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: minivllm[gpu]")
+
+
+def test_engines_on_an_emulated_card():
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FILE)]
+    done = subprocess.run(command, cwd=FILE.parents[2], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
