@@ -38,7 +38,7 @@ class PairBackend:
 
     kinds: ClassVar[tuple[type[AttentionBackend], type[AttentionBackend]]]
     kv_layout: ClassVar[str]
-    int8_kv: ClassVar[bool]
+    kv_codes: ClassVar[frozenset[torch.dtype]]
     block_axis: ClassVar[int]
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
@@ -96,6 +96,6 @@ def pair(first: type[AttentionBackend], second: type[AttentionBackend]) -> type[
             f"{first.__name__} and {second.__name__} cannot share a KV cache: the layout of one is "
             f'"{first.kv_layout}", of the other "{second.kv_layout}"'
         )
-    shared = {"int8_kv": first.int8_kv and second.int8_kv, "block_axis": first.block_axis}
+    shared = {"kv_codes": first.kv_codes & second.kv_codes, "block_axis": first.block_axis}
     members = {"kinds": (first, second), "kv_layout": first.kv_layout, **shared}
     return type(f"{first.__name__}And{second.__name__}", (PairBackend,), members)

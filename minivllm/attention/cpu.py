@@ -72,7 +72,7 @@ class CPUAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     block_axis: ClassVar[int] = 0
     kv_layout: ClassVar[str] = "pages of kernels/cpu"
-    int8_kv: ClassVar[bool] = True
+    kv_codes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.int8})
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
         check_layers(layers, spec)

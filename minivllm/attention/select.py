@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec
+from minivllm.attention.codes import CODES
 from minivllm.errors import ConfigError
 from minivllm.registry import Registry
 
@@ -55,7 +56,7 @@ def choose(
             return backend, Choice(candidate, _reason(merit, passed_over, candidate, device, registry))
         passed_over.append(f"{candidate} off: {obstacle}")
     why = "; ".join(passed_over) or f"none is made for {device.type}"
-    way_out = "kv.dtype=auto" if kv_dtype == torch.int8 else "another model.device"
+    way_out = "kv.dtype=auto" if kv_dtype in CODES else "another model.device"
     raise ConfigError(f"no attention backend can run on {device}: {why}. Choose {way_out}.")
 
 
@@ -67,8 +68,8 @@ def _look(
         backend = registry.get(name)
     except ImportError as e:
         return None, f"{e} (install what is missing)"
-    if kv_dtype == torch.int8 and not backend.int8_kv:
-        return None, "it cannot read a KV cache in int8"
+    if kv_dtype in CODES - backend.kv_codes:
+        return None, f"it cannot read a KV cache in {str(kv_dtype).removeprefix('torch.')}"
     obstacle = backend.unavailable(device)
     return (None, obstacle) if obstacle else (backend, None)
 

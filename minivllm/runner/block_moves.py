@@ -48,8 +48,13 @@ class BlockMoves:
     def _move(self, source: Sequence[Tensor], target: Sequence[Tensor], pairs: Pairs) -> None:
         where_from, where_to = torch.tensor(pairs, dtype=torch.int64).T
         here, there = where_from.to(source[0].device), where_to.to(target[0].device)
-        for a, b in zip(source, target, strict=True):
+        for a, b in zip(map(_plain, source), map(_plain, target), strict=True):
             b.index_copy_(self._axis, there, a.index_select(self._axis, here).to(b.device))
+
+
+def _plain(cache: Tensor) -> Tensor:
+    """The same memory in a dtype that every operator knows; e4m3 is not one of them."""
+    return cache.view(torch.int8) if cache.dtype.itemsize == 1 else cache
 
 
 def _synchronize(tensor: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from attention.batches import CPU, spec
@@ -83,15 +85,22 @@ def test_a_backend_whose_package_is_missing_is_refused_not_raised():
         choose("flash", CPU, [spec()], registry)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "reference"])
-def test_a_backend_that_cannot_read_an_int8_cache_is_refused(name):
-    with pytest.raises(ConfigError, match="int8"):
-        choose(name, CPU, [spec()], ATTENTION, torch.int8)
+@pytest.mark.parametrize("name, codes", [("sdpa", "int8"), ("flex", "int8"), ("cpu", "float8_e4m3fn")])
+def test_a_backend_that_cannot_read_a_cache_of_codes_is_refused(name, codes):
+    with pytest.raises(ConfigError, match=f"cannot read a KV cache in {codes}"):
+        choose(name, CPU, [spec()], ATTENTION, getattr(torch, codes))
 
 
-def test_int8_without_a_compiler_is_refused_with_the_way_out(without_compiler):
-    with pytest.raises(ConfigError, match=f"{NO_COMPILER}.*sdpa off: .*int8.*Choose kv.dtype=auto"):
-        choose("auto", CPU, [spec()], ATTENTION, torch.int8)
+def test_codes_that_no_faster_backend_reads_are_the_oracles(without_compiler):
+    backend, choice = choose("auto", CPU, [spec()], ATTENTION, torch.int8)
+    assert backend is ReferenceAttention
+    assert re.search(f"the slow oracle; cpu off: {NO_COMPILER}; sdpa off: .*int8", choice.reason)
+
+
+def test_codes_that_nobody_reads_are_refused_with_the_way_out():
+    registry = Registry("runner.attention", {"sdpa": SDPAAttention})
+    with pytest.raises(ConfigError, match="sdpa off: it cannot read a KV cache in float8_e4m3fn. Choose kv.dtype=auto"):
+        choose("auto", CPU, [spec()], registry, torch.float8_e4m3fn)
 
 
 def test_an_unknown_name_suggests_the_nearest():

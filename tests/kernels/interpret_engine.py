@@ -15,6 +15,7 @@ from minivllm.kernels.triton import elementwise
 from minivllm.kernels.triton.interpreted import INTERPRETED
 
 assert INTERPRETED
+CODES = ["int8", "float8_e4m3fn"]
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
 SMALL |= {"executor.num_threads": 1, "scheduler.max_num_batched_tokens": 24, "scheduler.max_num_seqs": 2}
 
@@ -36,11 +37,7 @@ def generate(
 
 @functools.cache
 def wanted(kv: str, **options) -> list[list[int]]:
-    if kv == "auto":
-        return generate("reference", **options)
-    if build.obstacle() is not None:
-        pytest.skip(build.obstacle())
-    return generate("cpu", kv, **options)
+    return generate("reference", kv, **options)
 
 
 def test_tokens_equal_the_references():
@@ -51,11 +48,19 @@ def test_whole_decodes_are_recorded_with_numbers_that_hold_for_every_length():
     assert generate("triton", graphs="full") == wanted("auto")
 
 
+@pytest.mark.parametrize("kv", CODES)
+def test_tokens_over_codes_equal_the_references(kv):
+    """With chunks, a shared prefix, and requests that leave for the host and come back."""
+    swaps = {"kv.preemption": "swap", "debug.preempt_every": 3}
+    assert generate("triton", kv, **swaps) == wanted(kv) == wanted(kv, **{"kv.prefix": "none"})
+
+
+@pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 def test_tokens_over_int8_equal_those_of_the_cpus_kernels():
-    assert generate("triton", "int8") == wanted("int8")
+    assert generate("triton", "int8") == generate("cpu", "int8")
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", ["auto", *CODES])
 def test_norm_rotation_and_cache_write_in_one_launch(kv, monkeypatch):
     """Every layer's, and the cache is written by nothing else. In captures and in traces:
     tests/compile/test_turned.py."""

@@ -6,18 +6,20 @@ from minivllm.runner.block_moves import BlockMoves
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_swapping_out_and_in_restores_every_byte(axis):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_swapping_out_and_in_restores_every_byte(axis, dtype):
     shape = [2, 3, 4]
     shape[axis] = 6
-    device = [torch.randn(shape) for _ in range(3)]
-    host = [torch.full(shape, torch.nan) for _ in range(3)]
-    before = [layer.clone() for layer in device]
+    device = [torch.randn(shape).to(dtype) for _ in range(3)]
+    host = [torch.full(shape, torch.nan).to(dtype) for _ in range(3)]
+    before = [layer.clone().float() for layer in device]
     moves = BlockMoves(device, host, axis)
     moves(StepPlan(0, swap_out=[(4, 0), (1, 5)]))
     for layer in device:
-        layer.index_fill_(axis, torch.tensor([4, 1]), torch.nan)
+        layer.select(axis, 4).copy_(torch.nan)
+        layer.select(axis, 1).copy_(torch.nan)
     moves(StepPlan(1, swap_in=[(0, 2), (5, 3)]))
-    for layer, old in zip(device, before, strict=True):
+    for layer, old in zip((layer.float() for layer in device), before, strict=True):
         assert torch.equal(layer.select(axis, 2), old.select(axis, 4))
         assert torch.equal(layer.select(axis, 3), old.select(axis, 1))
         assert torch.equal(layer.select(axis, 0), old.select(axis, 0))
