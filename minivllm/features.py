@@ -279,8 +279,8 @@ FEATURES: tuple[Feature, ...] = (
         "runner.attention",
         ("auto", *ATTENTION.names(), *ATTENTION_PAIRS),
         "auto",
-        "who computes attention over the paged cache; of a pair the first takes requests with one query, the second "
-        "all others",
+        "who computes attention over the paged cache (auto: on a CPU C++, on a GPU Triton's kernels if they give the "
+        "reference's answer at start); of a pair the first takes requests with one query, the second all others",
         chapter="07",
         workload="fixed",
         metric="throughput",

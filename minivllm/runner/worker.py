@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from minivllm.machine import cpu_quota, num_cores
 from minivllm.plan import Landing, StepOutput, StepPlan
 from minivllm.quantization.crossover import TOKENS, run_layer, settle
 from minivllm.registry import Registry
+from minivllm.runner.attention_proof import gives_the_references_answer
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.dummies import DummyBatches
@@ -135,8 +137,14 @@ class Worker:
         return loaded
 
     def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
+        def proves(kind: type[AttentionBackend]) -> tuple[bool, str]:
+            write = "cache write in 8 bits" if self._kv_dtype().itemsize == 1 else "cache write"
+            subject = kind, layers, self._kv_spec(layers), self.dtype
+            names = "decode attention", "prefill attention", write
+            return self.kernels.verdict(names, partial(gives_the_references_answer, *subject), "the reference")
+
         backend_class, choice = choose_attention(
-            self.config.runner.attention, self.device, layers, self.parts.attention, self._kv_dtype()
+            self.config.runner.attention, self.device, layers, self.parts.attention, self._kv_dtype(), proves
         )
         self._decide("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class

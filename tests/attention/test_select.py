@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -39,11 +40,52 @@ def test_auto_on_the_cpu_is_the_compiled_kernels():
     assert choice.name == "cpu" and "preferred to sdpa, reference" in choice.reason
 
 
-def test_auto_on_a_gpu_says_which_backends_it_does_not_take_and_why():
-    """None that no card has run; that each of them can be named is in test_libraries.py."""
-    backend, choice = choose("auto", torch.device("cuda"), [spec()], ATTENTION)
+class Kernels(ReferenceAttention):
+    """Stands for Triton's: it has to prove itself."""
+
+
+class Libraryless(Kernels):
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return "triton is not installed"
+
+
+CUDA = torch.device("cuda")
+
+
+def on_a_gpu(kernels: type, proves: Callable = lambda kind: (True, "as told")):
+    libraries = dict.fromkeys(("flash", "flashinfer", "flex"), ReferenceAttention)
+    backends = {"reference": ReferenceAttention, "sdpa": SDPAAttention, "triton": kernels, **libraries}
+    return choose("auto", CUDA, [spec()], Registry("runner.attention", backends), proves=proves)
+
+
+def test_auto_on_a_gpu_takes_the_kernels_that_prove_themselves_and_says_what_it_leaves():
+    asked = []
+    backend, choice = on_a_gpu(Kernels, lambda kind: (asked.append(kind) or True, "gave the reference's answer"))
+    assert backend is Kernels and choice.name == "triton" and asked == [Kernels]
+    assert "gave the reference's answer; preferred to sdpa, reference" in choice.reason
+    assert "flash, flashinfer, flex only by name: no card has run them yet" in choice.reason
+
+
+def test_auto_on_a_gpu_passes_over_kernels_that_prove_nothing():
+    backend, choice = on_a_gpu(Kernels, lambda kind: (False, "it differs from the reference on this device"))
     assert backend is SDPAAttention and choice.name == "sdpa"
-    assert "triton, flash, flashinfer, flex only by name: no card has run them yet" in choice.reason
+    assert "preferred to reference" in choice.reason
+    assert "triton off: it differs from the reference on this device" in choice.reason
+    assert choose("auto", CUDA, [spec()], ATTENTION)[1].name == "sdpa"  # nobody is there to prove anything
+
+
+def never(kind: type) -> tuple[bool, str]:
+    raise AssertionError("a proof was asked for")
+
+
+def test_only_who_could_run_is_asked_for_a_proof():
+    backend, choice = on_a_gpu(Libraryless, never)
+    assert backend is SDPAAttention and "triton off: triton is not installed" in choice.reason
+    registry = Registry("runner.attention", {"triton": Kernels, "sdpa": SDPAAttention})
+    assert choose("triton", CUDA, [spec()], registry, proves=never)[1] == ("triton", "asked for")
+    assert choose("auto", CPU, [spec()], registry, proves=never)[0] is SDPAAttention
+    assert choose("auto", CUDA, [spec()], Registry("runner.attention", {"sdpa": SDPAAttention}), proves=never)
 
 
 def test_auto_without_a_compiler_is_sdpa_and_says_why(without_compiler):
