@@ -65,6 +65,11 @@ class Dispatch:
             return False, why_not
         return True, f"gave the answer of {twin} on this device" if self._proves else "runner.kernels=triton"
 
+    def refuse(self, name: str, why: str) -> None:
+        """What kernel `name` would be used for is none of its work, whatever its proof would say."""
+        assert name in NAMES, name
+        self._outcomes[name] = why
+
     def _why_not(self, proof: Proof, twin: str) -> str | None:
         try:
             return None if proof(self.device) else f"it differs from {twin} on this device"

@@ -56,7 +56,7 @@ KERNELS: tuple[Kernel, ...] = (
     _triton("cache write in 8 bits", "elementwise:write_codes", f"{_TWINS}:write_codes", "runner.attention"),
     _triton("rope + norm + cache write", "elementwise:rope_write", f"{_TWINS}:rope_write", "runner.kernels"),
     _triton("rope + norm + write in 8 bits", "elementwise:rope_write", f"{_TWINS}:rope_write", "runner.kernels"),
-    _triton("block copy", "elementwise:BlockCopier", f"{_TWINS}:copy_blocks"),
+    _triton("block copy", "elementwise:BlockCopier", f"{_TWINS}:copy_blocks", "runner.kernels, kv.fork, kv.preemption"),
     _triton("draw", "draw:draw", "minivllm.sampling.draw:draw", "runner.kernels"),
     _triton("top-k, top-p and min-p", "draw:find_cuts", "minivllm.sampling.draw:find_cuts_by_sort", "runner.kernels"),
     _triton("rejection sampling", "draw:reject", "minivllm.sampling.rejection:reject", "runner.kernels"),

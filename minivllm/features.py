@@ -290,7 +290,7 @@ FEATURES: tuple[Feature, ...] = (
         "runner.kernels",
         ("auto", "torch", "triton"),
         "auto",
-        "who draws tokens, adds adapters, multiplies packed weights and rotates on a GPU: torch, or a "
+        "who draws tokens, adds adapters, multiplies packed weights, rotates and moves blocks on a GPU: torch, or a "
         "Triton kernel (auto where that gave its twin's answer on the card)",
         chapter="07",
         workload="fixed",

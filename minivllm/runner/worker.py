@@ -31,6 +31,7 @@ from minivllm.quantization.crossover import TOKENS, run_layer, settle
 from minivllm.registry import Registry
 from minivllm.runner.attention_proof import gives_the_references_answer
 from minivllm.runner.batch import InputBatch
+from minivllm.runner.block_copy import TorchMove, choose_move
 from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.dummies import DummyBatches
 from minivllm.runner.forward import ForwardOptions
@@ -223,6 +224,9 @@ class Worker:
         verifier, inputs = stay_on_device(verifier, inputs, config.engine.overlap, max_rows, self.device)
         moved = [*device_caches, *proposer.kv_caches]
         host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
+        places = moved, host_caches, backend.block_axis
+        moves_blocks = config.kv.fork == "share" or config.kv.preemption != "recompute"  # else no kernel is compiled
+        move = choose_move(self.kernels, *places) if moves_blocks else TorchMove(backend.block_axis)
         return ModelRunner(
             model=model,
             forward=graphed.forward,
@@ -234,7 +238,7 @@ class Worker:
             verifier=verifier,
             proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
-            block_moves=BlockMoves(moved, host_caches, backend.block_axis),
+            block_moves=BlockMoves(*places, move),
             adapters=adapters,
         )
 
@@ -399,9 +403,11 @@ class RunsModel(Protocol):
 
 
 def host_cache(cache: torch.Tensor, block_axis: int, num_blocks: int) -> torch.Tensor:
-    """Room on the host for so many blocks of a device's KV tensor."""
+    """Room on the host for so many blocks of a device's KV tensor; a GPU's can be read and written by kernels there."""
     shape = list(cache.shape)
     shape[block_axis] = num_blocks
+    if cache.device.type == "cuda" and num_blocks:
+        return torch.zeros(shape, dtype=cache.dtype, pin_memory=True)
     return zeros(tuple(shape), cache.dtype, torch.device("cpu"))
 
 
