@@ -51,8 +51,10 @@ class PairBackend:
                 f"{names} cannot share a KV cache of {spec.dtype}: its shape is {shapes[0]} or {shapes[1]}"
             )
 
-        # A step of decodes is the first one's alone, so it can be captured if that can.
-        self.graphs: Literal["none", "decode"] = "none" if first.graphs == "none" else "decode"
+        # A step of decodes is the first one's alone, and one of as many drafts for each request the second one's: each
+        # can be captured if that can. No name says that drafts can and decodes cannot.
+        drafts: Literal["decode", "uniform"] = "uniform" if second.graphs in ("uniform", "any") else "decode"
+        self.graphs: Literal["none", "decode", "uniform"] = "none" if first.graphs == "none" else drafts
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
