@@ -83,7 +83,10 @@ def test_fewer_bits_give_other_tokens(quantization, wanted_of):
 @pytest.mark.parametrize("budget", [1, 7, 64])
 @pytest.mark.parametrize(
     "attention, kv_dtype",
-    [*((name, "auto") for name in ("reference", "sdpa", "cpu")), ("cpu", "int8"), ("reference", "float8_e4m3fn")],
+    [
+        *((name, "auto") for name in ("reference", "sdpa", "cpu")),
+        *(("cpu", kind) for kind in ("int8", "float8_e4m3fn")),
+    ],
 )
 def test_every_chunk_size_gives_the_same_tokens(budget, attention, kv_dtype, wanted_of):
     config = {"scheduler.max_num_batched_tokens": budget, "runner.attention": attention, "kv.dtype": kv_dtype}

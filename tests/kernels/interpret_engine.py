@@ -79,8 +79,9 @@ def test_tokens_over_codes_equal_the_references(kv):
 
 
 @pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
-def test_tokens_over_int8_equal_those_of_the_cpus_kernels():
-    assert generate("triton", "int8") == generate("cpu", "int8")
+@pytest.mark.parametrize("kv", CODES)
+def test_tokens_over_codes_equal_those_of_the_cpus_kernels(kv):
+    assert generate("triton", kv) == generate("cpu", kv)
 
 
 @pytest.mark.parametrize("kv", ["auto", *CODES])
