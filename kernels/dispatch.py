@@ -1,16 +1,16 @@
 """`runner.kernels`: which Triton kernels the engine uses on this device, and why not the others.
 
-Attention and the C++ kernels have choices of their own. Whoever could use a kernel asks for it by its name in table.py
-and brings a proof: a function that runs the kernel on the device, on a little input, and says whether it gave what its
-twin gives. With `auto` a kernel is used on a CUDA device, once its proof has held there: no kernel that this card
-computes otherwise, or that this compiler cannot build, ever serves. The twin takes its place, and the start-up table
-says so.
+The C++ kernels have choices of their own, and so has attention, whose `auto` asks here. Whoever could use a kernel asks
+for it by its name in table.py and brings a proof: a function that runs the kernel on the device, on a little input, and
+says whether it gave what its twin gives. With `auto` a kernel is used on a CUDA device, once its proof has held there:
+no kernel that this card computes otherwise, or that this compiler cannot build, ever serves. The twin takes its place,
+and the start-up table says so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -38,7 +38,7 @@ def obstacle(device: torch.device) -> str | None:
 class Dispatch:
     def __init__(self, asked: str, device: torch.device):
         """asked: runner.kernels. Raises ConfigError if what is asked for cannot run there."""
-        self.device = device
+        self.device, self._asked = device, asked
         self._proves = asked == "auto"
         self._off: str | None = "as configured" if asked == "torch" else obstacle(device)
         if asked == "auto" and self._off is None and device.type == "cpu":
@@ -49,18 +49,30 @@ class Dispatch:
 
     def uses(self, name: str, proof: Proof) -> bool:
         """Whether the engine shall call kernel `name` (of table.py). Each is proven once."""
-        assert name in NAMES, name
-        if self._off is not None:
-            return False
-        if name not in self._outcomes:
-            self._outcomes[name] = self._why_not(proof) if self._proves else None
-            if self._outcomes[name] is not None:
-                logger.warning("kernels: %s stays in torch: %s", name, self._outcomes[name])
-        return self._outcomes[name] is None
+        return self.verdict((name,), proof)[0]
 
-    def _why_not(self, proof: Proof) -> str | None:
+    def verdict(self, names: Sequence[str], proof: Proof, twin: str = "its twin") -> tuple[bool, str]:
+        """Whether the engine shall call these kernels, which one proof is of, and why or why not."""
+        assert NAMES.issuperset(names), names
+        if self._off is not None:
+            return False, "runner.kernels=torch" if self._asked == "torch" else self._off
+        if names[0] not in self._outcomes:
+            why_not = self._why_not(proof, twin) if self._proves else None
+            self._outcomes |= dict.fromkeys(names, why_not)
+            if why_not is not None:
+                logger.warning("kernels: %s stays in torch: %s", ", ".join(names), why_not)
+        if (why_not := self._outcomes[names[0]]) is not None:
+            return False, why_not
+        return True, f"gave the answer of {twin} on this device" if self._proves else "runner.kernels=triton"
+
+    def refuse(self, name: str, why: str) -> None:
+        """What kernel `name` would be used for is none of its work, whatever its proof would say."""
+        assert name in NAMES, name
+        self._outcomes[name] = why
+
+    def _why_not(self, proof: Proof, twin: str) -> str | None:
         try:
-            return None if proof(self.device) else "it differs from its twin on this device"
+            return None if proof(self.device) else f"it differs from {twin} on this device"
         except Exception as e:  # whatever a compiler or a driver says; what is told is the first line
             return f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0][:120]}"
 

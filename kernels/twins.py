@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec
+from minivllm.attention.codes import LARGEST, quantise_heads
 from minivllm.attention.reference import visible
 
 F64 = torch.float64
@@ -19,19 +20,6 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor)
     page = k_cache.shape[2]
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache[slots // page, :, slots % page] = new.to(cache.dtype)
-
-
-LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}  # codes of 8 bits
-
-
-def quantise_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [..., head_size] -> codes in dtype (int8 or e4m3), and a scale fp32 [...] for each head, by which they are
-    multiplied to get x back."""
-    largest = x.float().abs().amax(-1, keepdim=True)
-    limit = torch.full_like(largest, LARGEST[dtype])  # a number / a tensor would multiply by the reciprocal
-    codes = x.float() * torch.where(largest > 0, limit / largest, 0)
-    codes = codes.round() if dtype == torch.int8 else codes.clamp(-448, 448)
-    return codes.to(dtype), (largest / limit)[..., 0]
 
 
 def pages_of_codes(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:

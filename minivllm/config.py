@@ -38,7 +38,7 @@ class ModelConfig(Section):
 
 class KVConfig(Section):
     block_size: int = 16  # tokens a block
-    dtype: Literal["auto", "int8"] = "auto"  # auto: the model's
+    dtype: Literal["auto", "int8", "float8_e4m3fn"] = "auto"  # auto: the model's; else codes with scales
     num_blocks: int | None = None  # size of the pool; None: from memory
     memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
     memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
@@ -427,6 +427,8 @@ def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name == "enable_prefix_caching":
             value = "hash" if value else "none"
+        if name == "kv_cache_dtype":
+            value = "float8_e4m3fn" if value in ("fp8", "fp8_e4m3") else value
         if name == "kv_cache_memory_bytes":
             value = str(value)
         if name == "data_parallel_size" and str(value) != "1":

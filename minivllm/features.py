@@ -214,9 +214,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "kv_dtype",
         "kv.dtype",
-        ("auto", "int8"),
+        ("auto", "int8", "float8_e4m3fn"),
         "auto",
-        "how K and V are kept: as the model computes them, or in 8 bits with a scale for each token and head",
+        "how K and V are kept: as the model computes them, or in 8 bits (integers, or floats with three bits of "
+        "fraction) with a scale for each token and head",
         chapter="02",
         workload="memory_pressure",
         metric="throughput",
@@ -278,8 +279,8 @@ FEATURES: tuple[Feature, ...] = (
         "runner.attention",
         ("auto", *ATTENTION.names(), *ATTENTION_PAIRS),
         "auto",
-        "who computes attention over the paged cache; of a pair the first takes requests with one query, the second "
-        "all others",
+        "who computes attention over the paged cache (auto: on a CPU C++, on a GPU Triton's kernels if they give the "
+        "reference's answer at start); of a pair the first takes requests with one query, the second all others",
         chapter="07",
         workload="fixed",
         metric="throughput",
@@ -289,7 +290,7 @@ FEATURES: tuple[Feature, ...] = (
         "runner.kernels",
         ("auto", "torch", "triton"),
         "auto",
-        "who draws tokens, adds adapters, multiplies packed weights and rotates on a GPU: torch, or a "
+        "who draws tokens, adds adapters, multiplies packed weights, rotates and moves blocks on a GPU: torch, or a "
         "Triton kernel (auto where that gave its twin's answer on the card)",
         chapter="07",
         workload="fixed",
@@ -481,8 +482,11 @@ NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset(
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(("core", "inproc"), ("replicas", 2), "each replica is a process of its own"),
     *(
-        Conflict(("kv_dtype", "int8"), ("attention", attention), "it cannot read int8 KV; cpu and triton can")
-        for attention in ("reference", "sdpa", "flex", "flash", "flashinfer", *ATTENTION_PAIRS)
+        Conflict(
+            ("kv_dtype", kind), ("attention", attention), "it cannot read KV in 8 bits; cpu, triton, reference can"
+        )
+        for kind in ("int8", "float8_e4m3fn")
+        for attention in ("sdpa", "flex", "flash", "flashinfer", *ATTENTION_PAIRS)
     ),
     Conflict(
         ("scheduler", "phased"),
@@ -525,7 +529,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(("executor", "naive"), (axis, option), f"transformers {why}")
         for axis, options, keeps, why in (
             ("prefix", PREFIX_INDEXES.names(), "none", "keeps a cache for each request: no request finds another's"),
-            ("kv_dtype", ("auto", "int8"), "auto", "keeps K and V in the model's dtype"),
+            ("kv_dtype", ("auto", "int8", "float8_e4m3fn"), "auto", "keeps K and V in the model's dtype"),
             ("quantization", ("none", "int8", "int4"), "none", "computes with all weights in the model's dtype"),
             ("dense_copy", (True, False), True, "has no packed weights beside which there could be a copy"),
             ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),

@@ -73,6 +73,7 @@ def test_vllms_names_set_the_same_things():
     overrides = from_vllm_names({"max_model_len": 100, "enable_prefix_caching": False, "dtype": "float32", "seed": 3})
     config = EngineConfig.build("v1", overrides)
     assert (config.model.max_model_len, config.kv.prefix, config.model.dtype) == (100, "none", "float32")
+    assert from_vllm_names({"kv_cache_dtype": "fp8_e4m3"}) == {"kv.dtype": "float8_e4m3fn"}
     with pytest.raises(ConfigError, match="max_num_seqs"):
         from_vllm_names({"max_num_seq": 1})
 

@@ -31,17 +31,32 @@ struct Call {
 
 // ---- writing
 
+// float of magnitude up to 448 -> the nearest e4m3 number, ties to even.
+inline int8_t to_e4m3(float x) {
+  uint32_t bits = load<uint32_t>(&x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  if (magnitude < 0x3c800000u) {  // under 2^-6 steps are 2^-9, as they are at 2^14
+    float shifted = std::fabs(x) + 16384.0f;
+    return int8_t(sign | (load<uint32_t>(&shifted) - 0x46800000u));
+  }
+  return int8_t(sign | ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u) - (120u << 23)) >> 20));
+}
+
+// One head to codes -> the scale that a page keeps: what a code, read as simd.h reads it, is multiplied by.
+template <Kind K>
 inline float quantise(const char* from, Kind kind, int size, int8_t* to) {
+  constexpr float LIMIT = K == I8 ? 127 : 448, UNIT = K == I8 ? 1 : 256;
   float largest = 0, sum = 0;
   for (int d = 0; d < size; d++) {
     const float x = to_float(kind, from + d * item_size(kind));
     largest = std::max(largest, std::fabs(x));
     sum += x - x;  // NaN if any is infinite or NaN: the scale then carries it to every score
   }
-  const float inverse = largest > 0 && sum == 0 ? 127 / largest : 0;
-  for (int d = 0; d < size; d++)
-    to[d] = inverse == 0 ? 0 : int8_t(std::lrintf(to_float(kind, from + d * item_size(kind)) * inverse));
-  return largest / 127 + sum;
+  const float inverse = largest > 0 && sum == 0 ? LIMIT / largest : 0;
+  for (int d = 0; d < size; d++) {
+    const float x = inverse == 0 ? 0 : to_float(kind, from + d * item_size(kind)) * inverse;
+    to[d] = K == I8 ? int8_t(std::lrintf(x)) : to_e4m3(x);
+  }
+  return largest / LIMIT * UNIT + sum;
 }
 
 // K and V of `count` tokens from `token` on, whose slots follow each other in one page. Word by word, so that what is
@@ -55,12 +70,13 @@ void write_run(const Call& call, int token, int count, int head, std::vector<int
   const char* v = call.input(call.tensors.v, call.tensors.v_stride, token, head);
   size_t k_stride = call.tensors.k_stride * item_size(call.kind());  // bytes between two tokens
   size_t v_stride = call.tensors.v_stride * item_size(call.kind());
-  if (layout.kv == I8) {
+  if (in_codes(layout.kv)) {
+    const auto encode = layout.kv == I8 ? quantise<I8> : quantise<E4M3>;
     quantised.resize(size_t(count) * 2 * size);
     for (int t = 0; t < count; t++) {
       int8_t* to = quantised.data() + size_t(t) * 2 * size;
-      store(page + layout.k_scales_at + (offset + t) * 4, quantise(k + t * k_stride, call.kind(), size, to));
-      store(page + layout.v_scales_at + (offset + t) * 4, quantise(v + t * v_stride, call.kind(), size, to + size));
+      store(page + layout.k_scales_at + (offset + t) * 4, encode(k + t * k_stride, call.kind(), size, to));
+      store(page + layout.v_scales_at + (offset + t) * 4, encode(v + t * v_stride, call.kind(), size, to + size));
     }
     k = (const char*)quantised.data(), v = k + size, k_stride = v_stride = 2 * size;
   }
@@ -165,7 +181,7 @@ Chunk find_keys(const Call& call, const Tile& tile, int head, int begin, Scratch
     else
       for (int w = 0; w < layout.words; w++)
         std::memcpy(&scratch.packed[w * CHUNK + at - begin], page + (size_t(w) * size + offset) * 4, count * 4);
-    if constexpr (K == I8) {
+    if constexpr (in_codes(K)) {
       std::memcpy(scratch.k_scales + at - begin, page + layout.k_scales_at + offset * 4, count * 4);
       std::memcpy(scratch.v_scales + at - begin, page + layout.v_scales_at + offset * 4, count * 4);
     }
@@ -192,7 +208,7 @@ void soften(const Call& call, const Tile& tile, const Chunk& chunk, int rows, Sc
   const minivllm_view& spec = call.view.spec;
   const float none = -std::numeric_limits<float>::infinity();
   const int num_vectors = chunk.num_vectors;
-  const bool by_key = K == I8 || spec.soft_cap;  // scores are exponents of 2 already when their peak is looked for
+  const bool by_key = in_codes(K) || spec.soft_cap;  // scores are exponents of 2 already when their peak is looked for
   const float unit = by_key ? 1 : spec.scale * LOG2E;
   Ints lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -203,7 +219,7 @@ void soften(const Call& call, const Tile& tile, const Chunk& chunk, int rows, Sc
       const float scale = spec.soft_cap ? spec.scale / spec.soft_cap : spec.scale * LOG2E;
       for (int j = 0; j < num_vectors; j++) {
         Floats x = load<Floats>(scores + j * LANES) * scale;
-        if constexpr (K == I8) x *= load<Floats>(scratch.k_scales + j * LANES);
+        if constexpr (in_codes(K)) x *= load<Floats>(scratch.k_scales + j * LANES);
         if (spec.soft_cap) x = tanh_of(x) * (spec.soft_cap * LOG2E);
         store(scores + j * LANES, x);
       }
@@ -243,7 +259,7 @@ void soften(const Call& call, const Tile& tile, const Chunk& chunk, int rows, Sc
     for (int j = 0; j < num_vectors; j++) {
       Floats p = exp2_of_negative(load<Floats>(scores + j * LANES) * unit - base);
       sum += p;
-      if constexpr (K == I8) {
+      if constexpr (in_codes(K)) {
         const Ints at = lane + j * LANES;  // the scale of a slot that nobody wrote may be NaN
         p = (at >= first) & (at < last) ? p * load<Floats>(scratch.v_scales + j * LANES) : Floats{};
       }
@@ -400,6 +416,7 @@ Work attend_work(const Layout& layout) {
     case F32: return attend_tiles<F32, false>;
     case F16: return attend_tiles<F16, false>;
     case I8: return attend_tiles<I8, false>;
+    case E4M3: return attend_tiles<E4M3, false>;
     case BF16: return layout.pairs ? attend_tiles<BF16, true> : attend_tiles<BF16, false>;
   }
   return nullptr;

@@ -31,7 +31,7 @@ struct minivllm_tensors {
 // parallel: the OpenMP runtime's GOMP_parallel, the one that torch uses; null: everything in the calling thread.
 typedef void (*minivllm_parallel)(void (*work)(void*), void* data, unsigned num_threads, unsigned flags);
 
-// Kinds: 0 float32, 1 float16, 2 bfloat16, 3 int8 with a scale per token and head (of the cache only; the other kinds
+// Kinds: 0 float32, 1 float16, 2 bfloat16, 3 int8 and 4 e4m3 with a scale per token and head (of the cache only; the other kinds
 // are for inputs of the same kind).
 void* minivllm_layout(int kv_heads, int head_size, int block_size, int kv_kind);
 void minivllm_layout_free(void* layout);

@@ -21,7 +21,7 @@ constexpr int round_up(int x, int to) { return (x + to - 1) / to * to; }
 // A page holds K and V of one block and one KV head, side by side so that a token's two reads share a DRAM page:
 //   K: words [head_size / elements a word][block_size]: LANES keys are one load, and a score is a sum down a column
 //   V: [block_size / 2][head_size] pairs of keys (bfloat16, even block_size) or [block_size][head_size]
-// With int8, block_size float scales follow K and V each.
+// With int8 and e4m3, block_size float scales follow K and V each.
 struct Layout {
   Kind kv;
   int kv_heads, head_size, block_size, words;
@@ -33,7 +33,7 @@ struct Layout {
     words = round_up(head_size * item_size(kv), 4) / 4;
     pairs = kv == BF16 && block_size % 2 == 0;
     direct = block_size % 16 == 0;
-    size_t k_bytes = size_t(words) * 4 * block_size, scales = kv == I8 ? 4 * size_t(block_size) : 0;
+    size_t k_bytes = size_t(words) * 4 * block_size, scales = in_codes(kv) ? 4 * size_t(block_size) : 0;
     size_t v_bytes = round_up(head_size * block_size * item_size(kv), 4);
     k_scales_at = k_bytes;
     v_at = k_bytes + scales;

@@ -32,8 +32,9 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
-enum Kind : int { F32 = 0, F16 = 1, BF16 = 2, I8 = 3 };
-constexpr int item_size(Kind kind) { return kind == F32 ? 4 : kind == I8 ? 1 : 2; }
+enum Kind : int { F32 = 0, F16 = 1, BF16 = 2, I8 = 3, E4M3 = 4 };
+constexpr bool in_codes(Kind kind) { return kind == I8 || kind == E4M3; }
+constexpr int item_size(Kind kind) { return kind == F32 ? 4 : in_codes(kind) ? 1 : 2; }
 
 template <typename V>
 inline V load(const void* from) {
@@ -62,12 +63,17 @@ inline Floats from_float16(Words h) {
 #endif
 }
 
+// e4m3, a byte a lane, as the float16 with the same bits of exponent and fraction: its exponent is biased by 8 more, so
+// what comes out is 256 times too small. Their scales make up for it (attention.cpp: quantise).
+inline Floats from_e4m3(Words code) { return from_float16((code & 0x7fu) << 7 | (code & 0x80u) << 8); }
+
 // Element i of the item_size-wide elements packed in each word.
 template <Kind K>
 inline Floats unpack(Words word, int i) {
   if constexpr (K == F32) return as_floats(word);
   if constexpr (K == BF16) return as_floats(i == 0 ? word << 16 : word & 0xffff0000u);
   if constexpr (K == F16) return from_float16(i == 0 ? word & 0xffffu : word >> 16);
+  if constexpr (K == E4M3) return from_e4m3(word >> (8 * i));
   return __builtin_convertvector((Ints)(word << (24 - 8 * i)) >> 24, Floats);
 }
 
@@ -79,10 +85,12 @@ inline Floats load_floats(const void* from) {
   if constexpr (K == F16) return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
   if constexpr (K == BF16) return as_floats((Words)_mm512_cvtepu16_epi32(load<__m256i>(from)) << 16);
   if constexpr (K == I8) return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+  if constexpr (K == E4M3) return from_e4m3((Words)_mm512_cvtepu8_epi32(load<__m128i>(from)));
 #else
   if constexpr (K == F16) return from_float16(__builtin_convertvector(load<Halves>(from), Words));
   if constexpr (K == BF16) return as_floats(__builtin_convertvector(load<Halves>(from), Words) << 16);
   if constexpr (K == I8) return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
+  if constexpr (K == E4M3) return from_e4m3((Words)__builtin_convertvector(load<Bytes>(from), Ints));
 #endif
   __builtin_unreachable();
 }

@@ -100,6 +100,7 @@ class BlockCopier:
         shapes = {(x.shape[2:], x.dtype) for x in [*sources, *targets]}
         assert len(shapes) == 1 and all(x.is_contiguous() and x.shape[0] == 2 for x in [*sources, *targets])
         assert len({x.shape for x in sources}) == len({x.shape for x in targets}) == 1, "layers of one size"
+        self.device = next((x.device for x in [*sources, *targets] if x.device.type == "cuda"), torch.device("cpu"))
         self.sources, self.targets = (self._addresses(tensors) for tensors in (sources, targets))
         self.keep = sources, targets
         block_bytes = sources[0][0, 0].numel() * sources[0].element_size()
@@ -107,11 +108,9 @@ class BlockCopier:
         self.words = block_bytes // 8
         self.strides = sources[0].shape[1] * self.words, targets[0].shape[1] * self.words
 
-    @staticmethod
-    def _addresses(tensors: list[Tensor]) -> Tensor:
+    def _addresses(self, tensors: list[Tensor]) -> Tensor:
         assert all(x.data_ptr() % 16 == 0 for x in tensors)
-        device = next((x.device for x in tensors if x.device.type == "cuda"), torch.device("cpu"))
-        return torch.tensor([x.data_ptr() for x in tensors], dtype=torch.uint64, device=device)
+        return torch.tensor([x.data_ptr() for x in tensors], dtype=torch.uint64, device=self.device)
 
     def __call__(self, pairs: Tensor) -> None:
         """pairs [n, 2] int64 on the kernel's device: (source block, target block). A target is nobody's source."""

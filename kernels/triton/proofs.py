@@ -9,6 +9,29 @@ from minivllm.kernels import twins
 from minivllm.kernels.triton import elementwise
 
 
+def copy_blocks(device: torch.device) -> bool:
+    """Within a pool of three layers, to the host's and back; every byte. On a GPU the host's memory is pinned."""
+
+    def pool(num_blocks: int, device: torch.device) -> list[Tensor]:
+        on_host = torch.randn(3, 2, num_blocks, 4, 16, 80, generator=generator)  # a block is more than one program's
+        on_host = on_host.pin_memory() if pinned and device.type == "cpu" else on_host
+        return list(on_host.to(device))
+
+    generator, pinned = torch.Generator().manual_seed(0), device.type == "cuda"
+    near, far = pool(6, device), pool(4, torch.device("cpu"))
+    near_wanted, far_wanted = ([x.to("cpu", copy=True) for x in caches] for caches in (near, far))
+    for moved, wanted, pairs in (
+        ((near, near), (near_wanted, near_wanted), [(0, 3), (0, 5), (2, 1)]),
+        ((near, far), (near_wanted, far_wanted), [(5, 0), (4, 3)]),
+        ((far, near), (far_wanted, near_wanted), [(2, 0), (0, 4)]),
+    ):
+        where = torch.tensor(pairs)
+        elementwise.BlockCopier(*moved)(where.to(device))
+        twins.copy_blocks(*wanted, where)
+    got = [x.cpu() for x in (*near, *far)]  # the device's first: then what it wrote to the host is there too
+    return all(torch.equal(x, y) for x, y in zip(got, (*near_wanted, *far_wanted), strict=True))
+
+
 def rope_write(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
     """A few tokens with a norm, in a cache of kv_dtype. In float64's light: codes may be one step apart where another
     order of sums is rounded otherwise."""

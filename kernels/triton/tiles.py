@@ -23,7 +23,8 @@ def power_of_two(n: int, least: int = 16) -> int:
 
 def decode_tile(group: int, head_size: int, itemsize: int) -> Tile:
     """itemsize: of the cache. One query's heads are few rows: the tile is as small as the matrix instruction allows,
-    and memory decides."""
+    and memory decides. Codes get no wider tile: 128 keys of e4m3 spill with four warps on sm_90, and fewer programs fit
+    beside each other (bench/LOG.md). What a card likes better is for `tuned.py`, which tries 128 too."""
     return Tile(power_of_two(group), 32 if head_size > 128 or itemsize > 2 else 64, 4)
 
 

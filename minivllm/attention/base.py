@@ -37,7 +37,7 @@ class KVSpec:
     num_kv_heads: int
     head_size: int
     block_size: int
-    dtype: torch.dtype  # int8 or float8_e4m3fn: with a float32 scale for each token and head of K and of V
+    dtype: torch.dtype  # int8 or float8_e4m3fn (codes.py): with a float32 scale for each token and head of K and of V
     beside: int = 0  # bytes a block that another model keeps under the same block ids (a draft model)
 
     @property
@@ -74,7 +74,7 @@ class AttentionBackend(Protocol):
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]]
     block_axis: ClassVar[int]  # which dimension of kv_shape() counts blocks
     kv_layout: ClassVar[str]  # what lies where in a tensor of kv_shape(), by name: equal names can share a cache
-    int8_kv: ClassVar[bool]  # whether KVSpec.dtype may be int8; the scales are then part of kv_shape()
+    kv_codes: ClassVar[frozenset[torch.dtype]]  # of 8 bits that KVSpec.dtype may be; scales are part of kv_shape()
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None: ...

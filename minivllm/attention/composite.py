@@ -38,7 +38,7 @@ class PairBackend:
 
     kinds: ClassVar[tuple[type[AttentionBackend], type[AttentionBackend]]]
     kv_layout: ClassVar[str]
-    int8_kv: ClassVar[bool]
+    kv_codes: ClassVar[frozenset[torch.dtype]]
     block_axis: ClassVar[int]
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
@@ -51,8 +51,10 @@ class PairBackend:
                 f"{names} cannot share a KV cache of {spec.dtype}: its shape is {shapes[0]} or {shapes[1]}"
             )
 
-        # A step of decodes is the first one's alone, so it can be captured if that can.
-        self.graphs: Literal["none", "decode"] = "none" if first.graphs == "none" else "decode"
+        # A step of decodes is the first one's alone, and one of as many drafts for each request the second one's: each
+        # can be captured if that can. No name says that drafts can and decodes cannot.
+        drafts: Literal["decode", "uniform"] = "uniform" if second.graphs in ("uniform", "any") else "decode"
+        self.graphs: Literal["none", "decode", "uniform"] = "none" if first.graphs == "none" else drafts
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -96,6 +98,6 @@ def pair(first: type[AttentionBackend], second: type[AttentionBackend]) -> type[
             f"{first.__name__} and {second.__name__} cannot share a KV cache: the layout of one is "
             f'"{first.kv_layout}", of the other "{second.kv_layout}"'
         )
-    shared = {"int8_kv": first.int8_kv and second.int8_kv, "block_axis": first.block_axis}
+    shared = {"kv_codes": first.kv_codes & second.kv_codes, "block_axis": first.block_axis}
     members = {"kinds": (first, second), "kv_layout": first.kv_layout, **shared}
     return type(f"{first.__name__}And{second.__name__}", (PairBackend,), members)

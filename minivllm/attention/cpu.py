@@ -4,7 +4,7 @@ Layout, one page a block and KV head: [num_blocks, kv_heads, page]. A page is op
 adjacent elements with the keys side by side, V row by row (bfloat16: in pairs of keys), so that both products run down
 whole vectors without shuffles; see kernels/cpu/plan.h. Heads of a block lie together, which is what block moves move.
 
-An int8 cache has a float32 scale for each token and head, for K and for V, inside the page.
+A cache of codes (int8, e4m3) has a float32 scale for each token and head, for K and for V, inside the page.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
+from minivllm.attention.codes import CODES
 from minivllm.attention.rows import with_dense_heads
 from minivllm.kernels.cpu import build
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
 
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
 class _View(ctypes.Structure):
@@ -72,7 +73,7 @@ class CPUAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     block_axis: ClassVar[int] = 0
     kv_layout: ClassVar[str] = "pages of kernels/cpu"
-    int8_kv: ClassVar[bool] = True
+    kv_codes: ClassVar[frozenset[torch.dtype]] = CODES
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
         check_layers(layers, spec)
@@ -119,7 +120,7 @@ class CPUAttention:
         q, k, v = with_dense_heads(q), with_dense_heads(k), with_dense_heads(v)
         assert out.is_contiguous() and kv.is_contiguous()
         assert q.dtype == k.dtype == v.dtype == out.dtype
-        assert kv.dtype == self.spec.dtype and kv.dtype in (q.dtype, torch.int8)
+        assert kv.dtype == self.spec.dtype and kv.dtype in (q.dtype, *CODES)
         tensors = _Tensors(
             *(q.data_ptr(), k.data_ptr(), v.data_ptr(), kv.data_ptr(), out.data_ptr()),
             *(q.stride(0), k.stride(0), v.stride(0), KINDS[q.dtype]),

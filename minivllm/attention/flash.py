@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
+from minivllm.attention.codes import NO_CODES
 from minivllm.attention.rows import Part, put, split, take, with_dense_heads
 from minivllm.attention.writer import choose_writer
 from minivllm.errors import ConfigError
@@ -119,7 +120,7 @@ def load_library(capability: tuple[int, int], generation: int | None = None) -> 
 class FlashBackend:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = HND
-    int8_kv: ClassVar[bool] = False
+    kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
     block_axis: ClassVar[int] = 1
 
     def __init__(

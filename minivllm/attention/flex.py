@@ -27,6 +27,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as uncompiled_
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minivllm.attention.base import NHD, AttentionSpec, KVSpec, check_layers
+from minivllm.attention.codes import NO_CODES
 from minivllm.attention.rows import Part, put, split, take
 from minivllm.errors import ConfigError
 
@@ -64,7 +65,7 @@ class _Meta(NamedTuple):
 class FlexBackend:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = NHD
-    int8_kv: ClassVar[bool] = False
+    kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
     block_axis: ClassVar[int] = 1
 
     def __init__(

@@ -6,7 +6,8 @@ absolute position, and never touches a slot that the request does not own. Every
 Its metadata is tensors alone, so on a CPU it can be part of a recorded call (compile/graphs.py); of a GPU's graph it
 cannot, as it reads lengths on the host.
 
-Cache layout: [2 (K, V), num_blocks, block_size, kv_heads, head_size].
+Cache layout: [2 (K, V), num_blocks, block_size, kv_heads, head_size]. In 8 bits each head has its scale, four bytes,
+behind its codes (codes.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import NHD, AttentionSpec, KVSpec, check_layers
+from minivllm.attention.codes import CODES, SCALE_BYTES, pack, unpack
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -32,7 +34,7 @@ class _Meta(NamedTuple):
 
 class ReferenceAttention:
     kv_layout: ClassVar[str] = NHD
-    int8_kv: ClassVar[bool] = False
+    kv_codes: ClassVar[frozenset[torch.dtype]] = CODES
     block_axis: ClassVar[int] = 1
 
     def __init__(
@@ -55,7 +57,8 @@ class ReferenceAttention:
         return None
 
     def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_size)
+        more = SCALE_BYTES if self.spec.dtype in CODES else 0
+        return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_size + more)
 
     def prepare(self, batch: InputBatch) -> _Meta:
         arrays = batch.slot_mapping, batch.query_start, batch.seq_lens, batch.block_tables
@@ -64,15 +67,23 @@ class ReferenceAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
     ) -> None:
-        keys, values = kv.flatten(1, 2)  # each [slots, kv_heads, head_size]
-        keys[meta.slots] = k
-        values[meta.slots] = v
+        kv = kv.view(torch.uint8) if self.spec.dtype in CODES else kv
+        keys, values = kv.flatten(1, 2)  # each [slots, kv_heads, head_size], or what is kept of a head
+        keys[meta.slots] = self._kept(k)
+        values[meta.slots] = self._kept(v)
         bounds = meta.query_start.tolist()
         for r, seq_len in enumerate(meta.seq_lens.tolist()):
             rows, blocks = slice(bounds[r], bounds[r + 1]), meta.tables[r, : -(-seq_len // self.block_size)]
-            request_keys, request_values = kv[:, blocks].flatten(1, 2)[:, :seq_len].to(self.compute_dtype)
+            request_keys, request_values = self._numbers(kv[:, blocks].flatten(1, 2)[:, :seq_len])
             out[rows] = attend_dense(q[rows].to(self.compute_dtype), request_keys, request_values, layer).to(out.dtype)
         out[meta.num_tokens :] = 0  # padding rows: nobody reads them, but they pass through the layers that follow
+
+    def _kept(self, x: Tensor) -> Tensor:
+        return pack(x, self.spec.dtype) if self.spec.dtype in CODES else x
+
+    def _numbers(self, kept: Tensor) -> Tensor:
+        kind, dtype = self.spec.dtype, self.compute_dtype
+        return unpack(kept, kind, dtype) if kind in CODES else kept.to(dtype)
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:

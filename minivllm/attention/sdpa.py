@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
+from minivllm.attention.codes import NO_CODES
 from minivllm.attention.sdpa_plan import Decodes, Planner, Prefill, View
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class _Meta(NamedTuple):
 class SDPAAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = "heads first"
-    int8_kv: ClassVar[bool] = False
+    kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
     block_axis: ClassVar[int] = 2
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
+from minivllm.attention.codes import CODES
 from minivllm.attention.rows import with_dense_heads
 from minivllm.kernels.triton.tiles import Tile, num_splits
 from minivllm.kernels.triton.tuned import Shape, fixed, plan
@@ -37,7 +38,7 @@ class _Meta(NamedTuple):
 class TritonAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "uniform"
     kv_layout: ClassVar[str] = HND
-    int8_kv: ClassVar[bool] = True
+    kv_codes: ClassVar[frozenset[torch.dtype]] = CODES
     block_axis: ClassVar[int] = 1
 
     def __init__(

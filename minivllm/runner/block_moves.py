@@ -1,7 +1,7 @@
 """BlockMoves: the consumer of StepPlan's swap_out, copies and swap_in.
 
-Each column is one batch of blocks, moved with one gather and one scatter a layer, before the forward and in the order
-in which the plan's meaning needs it: what leaves the device, copies on write, then what comes back.
+Each column is one batch of blocks, moved before the forward and in the order in which the plan's meaning needs it: what
+leaves the device, copies on write, then what comes back. How a batch is moved is block_copy.py's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from minivllm.plan import StepPlan
-
-Pairs = Sequence[tuple[int, int]]  # (source block, target block)
+from minivllm.runner.block_copy import Move, Pairs
 
 
 class BlockMoves:
-    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], block_axis: int):
+    def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], block_axis: int, move: Move):
         """device, host: one KV tensor a layer; block_axis: which dimension of it counts blocks."""
         self._device, self._host = device, host
         self._axis = block_axis
+        self._move = move
 
     def __call__(self, plan: StepPlan) -> None:
         for source, target, pairs in (
@@ -44,12 +44,6 @@ class BlockMoves:
         self._move(self._host, self._device, pairs)
         _synchronize(self._device[0])
         return time.perf_counter() - start
-
-    def _move(self, source: Sequence[Tensor], target: Sequence[Tensor], pairs: Pairs) -> None:
-        where_from, where_to = torch.tensor(pairs, dtype=torch.int64).T
-        here, there = where_from.to(source[0].device), where_to.to(target[0].device)
-        for a, b in zip(source, target, strict=True):
-            b.index_copy_(self._axis, there, a.index_select(self._axis, here).to(b.device))
 
 
 def _synchronize(tensor: Tensor) -> None:

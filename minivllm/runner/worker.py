@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,9 @@ from minivllm.machine import cpu_quota, num_cores
 from minivllm.plan import Landing, StepOutput, StepPlan
 from minivllm.quantization.crossover import TOKENS, run_layer, settle
 from minivllm.registry import Registry
+from minivllm.runner.attention_proof import gives_the_references_answer
 from minivllm.runner.batch import InputBatch
+from minivllm.runner.block_copy import TorchMove, choose_move
 from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.dummies import DummyBatches
 from minivllm.runner.forward import ForwardOptions
@@ -135,8 +138,14 @@ class Worker:
         return loaded
 
     def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
+        def proves(kind: type[AttentionBackend]) -> tuple[bool, str]:
+            write = "cache write in 8 bits" if self._kv_dtype().itemsize == 1 else "cache write"
+            subject = kind, layers, self._kv_spec(layers), self.dtype
+            names = "decode attention", "prefill attention", write
+            return self.kernels.verdict(names, partial(gives_the_references_answer, *subject), "the reference")
+
         backend_class, choice = choose_attention(
-            self.config.runner.attention, self.device, layers, self.parts.attention, self._kv_dtype()
+            self.config.runner.attention, self.device, layers, self.parts.attention, self._kv_dtype(), proves
         )
         self._decide("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
@@ -215,6 +224,9 @@ class Worker:
         verifier, inputs = stay_on_device(verifier, inputs, config.engine.overlap, max_rows, self.device)
         moved = [*device_caches, *proposer.kv_caches]
         host_caches = [host_cache(cache, backend.block_axis, sizes.num_host_blocks) for cache in moved]
+        places = moved, host_caches, backend.block_axis
+        moves_blocks = config.kv.fork == "share" or config.kv.preemption != "recompute"  # else no kernel is compiled
+        move = choose_move(self.kernels, *places) if moves_blocks else TorchMove(backend.block_axis)
         return ModelRunner(
             model=model,
             forward=graphed.forward,
@@ -226,7 +238,7 @@ class Worker:
             verifier=verifier,
             proposer=proposer,
             prompt_logprobs=PromptLogprobs(model.logits),
-            block_moves=BlockMoves(moved, host_caches, backend.block_axis),
+            block_moves=BlockMoves(*places, move),
             adapters=adapters,
         )
 
@@ -391,9 +403,11 @@ class RunsModel(Protocol):
 
 
 def host_cache(cache: torch.Tensor, block_axis: int, num_blocks: int) -> torch.Tensor:
-    """Room on the host for so many blocks of a device's KV tensor."""
+    """Room on the host for so many blocks of a device's KV tensor; a GPU's can be read and written by kernels there."""
     shape = list(cache.shape)
     shape[block_axis] = num_blocks
+    if cache.device.type == "cuda" and num_blocks:
+        return torch.zeros(shape, dtype=cache.dtype, pin_memory=True)
     return zeros(tuple(shape), cache.dtype, torch.device("cpu"))
 
 

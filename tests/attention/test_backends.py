@@ -55,6 +55,14 @@ def test_the_oracle_in_float64_is_exact():
     assert_right(ReferenceAttention, Case(spec(), MIXED, dtype=torch.float64), compute_dtype=torch.float64)
 
 
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("options", [{}, {"head_size": 20, "window": 20}, {"num_heads": 3, "num_kv_heads": 1}], ids=str)
+def test_the_oracle_keeps_codes(codes, options):
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(spec(**options), MIXED, dtype=dtype, kv_dtype=codes, padding=2)
+        assert_right(ReferenceAttention, case, compute_dtype=torch.float64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_decodes_prefills_and_chunks_mix_in_one_batch(backend_class, dtype):
     assert_right(backend_class, Case(spec(), MIXED, dtype=dtype, padding=3, spare_columns=5))

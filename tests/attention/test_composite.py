@@ -122,6 +122,40 @@ def test_whole_decodes_are_the_firsts_and_are_recorded_if_it_can_be():
     assert tokens["reference,flex"] == tokens["reference"]
 
 
+class Decodes(ReferenceAttention):
+    """As FlashInfer might be: it can be captured in decodes alone."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.graphs = "decode"
+
+
+class Apart(ReferenceAttention):
+    """Of another name."""
+
+
+@pytest.mark.parametrize("second, told", [(Apart, ", with 3 drafts each in"), (Decodes, "(with drafts not: ")])
+def test_whole_steps_of_drafts_are_the_seconds_and_are_recorded_if_it_can_be(second, told):
+    """Drafts of a model with the same weights, so that each step has as many tokens of every request."""
+    tokens = {}
+    ATTENTION.register("second", second)
+    try:
+        for attention in ("reference", "reference,second"):
+            overrides = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "debug.check": True}
+            overrides |= {"spec_decode.method": "draft", "spec_decode.model": "dummy:tiny", "spec_decode.k": 3}
+            overrides |= {"runner.attention": attention, "scheduler.max_num_seqs": 2, "spec_decode.adaptive": False}
+            overrides |= {"runner.graphs": "full", "executor.num_threads": 1}
+            with LLM(overrides=overrides) as llm:
+                reason = {d.field: d.reason for d in llm.decisions}["runner.graphs"]
+                assert (told if "," in attention else ", with 3 drafts each in") in reason
+                params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+                outputs = llm.generate([[1, 2, 3], [7, 9]], params, use_tqdm=False)
+                tokens[attention] = [list(o.outputs[0].token_ids) for o in outputs]
+    finally:
+        ATTENTION.unregister("second")
+    assert tokens["reference,second"] == tokens["reference"]
+
+
 def test_a_pair_is_one_option():
     backend, choice = choose("flex,reference", CPU, [spec()], ATTENTION)
     assert backend.kinds == (FlexBackend, ReferenceAttention) and choice.name == "flex,reference"

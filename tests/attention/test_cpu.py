@@ -22,10 +22,13 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LONG = [(1500, 1), (700, 7), (511, 1), (512, 1), (0, 300), (600, 30), (1023, 2)]  # pieces of 512 keys, tiles of 32 rows
 
 
-@pytest.fixture(params=[*DTYPES, torch.int8], ids=str)
+CODES = [torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.fixture(params=[*DTYPES, *CODES], ids=str)
 def dtypes(request):
     """(of q, k and v; of the cache)"""
-    return (torch.bfloat16, torch.int8) if request.param == torch.int8 else (request.param, None)
+    return (torch.bfloat16, request.param) if request.param in CODES else (request.param, None)
 
 
 def right(*args, **options) -> None:
@@ -76,7 +79,7 @@ def test_a_huge_score_does_not_overflow_the_soft_cap():
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(case=cases(), kv_dtype=st.none() | st.just(torch.int8))
+@given(case=cases(), kv_dtype=st.none() | st.sampled_from(CODES))
 def test_any_batch(case, kv_dtype):
     case.kv_dtype = kv_dtype
     assert_right(CPUAttention, case)
@@ -173,8 +176,9 @@ def test_padding_alone_is_no_work():
     assert not out.any() and kv.isnan().all()
 
 
-def test_a_nan_is_not_hidden_by_eight_bits():
-    case = Case(spec(), [(20, 1)], kv_dtype=torch.int8)
+@pytest.mark.parametrize("codes", CODES, ids=str)
+def test_a_nan_is_not_hidden_by_eight_bits(codes):
+    case = Case(spec(), [(20, 1)], kv_dtype=codes)
     case.qkv[0][1][7, 0, 3] = torch.nan
     backend = CPUAttention([case.spec], case.kv_spec, case.num_blocks + 1, CPU)
     out = case.run(backend)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
 import torch
 from attention.batches import CPU, spec
@@ -37,11 +40,52 @@ def test_auto_on_the_cpu_is_the_compiled_kernels():
     assert choice.name == "cpu" and "preferred to sdpa, reference" in choice.reason
 
 
-def test_auto_on_a_gpu_says_which_backends_it_does_not_take_and_why():
-    """None that no card has run; that each of them can be named is in test_libraries.py."""
-    backend, choice = choose("auto", torch.device("cuda"), [spec()], ATTENTION)
+class Kernels(ReferenceAttention):
+    """Stands for Triton's: it has to prove itself."""
+
+
+class Libraryless(Kernels):
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return "triton is not installed"
+
+
+CUDA = torch.device("cuda")
+
+
+def on_a_gpu(kernels: type, proves: Callable = lambda kind: (True, "as told")):
+    libraries = dict.fromkeys(("flash", "flashinfer", "flex"), ReferenceAttention)
+    backends = {"reference": ReferenceAttention, "sdpa": SDPAAttention, "triton": kernels, **libraries}
+    return choose("auto", CUDA, [spec()], Registry("runner.attention", backends), proves=proves)
+
+
+def test_auto_on_a_gpu_takes_the_kernels_that_prove_themselves_and_says_what_it_leaves():
+    asked = []
+    backend, choice = on_a_gpu(Kernels, lambda kind: (asked.append(kind) or True, "gave the reference's answer"))
+    assert backend is Kernels and choice.name == "triton" and asked == [Kernels]
+    assert "gave the reference's answer; preferred to sdpa, reference" in choice.reason
+    assert "flash, flashinfer, flex only by name: no card has run them yet" in choice.reason
+
+
+def test_auto_on_a_gpu_passes_over_kernels_that_prove_nothing():
+    backend, choice = on_a_gpu(Kernels, lambda kind: (False, "it differs from the reference on this device"))
     assert backend is SDPAAttention and choice.name == "sdpa"
-    assert "triton, flash, flashinfer, flex only by name: no card has run them yet" in choice.reason
+    assert "preferred to reference" in choice.reason
+    assert "triton off: it differs from the reference on this device" in choice.reason
+    assert choose("auto", CUDA, [spec()], ATTENTION)[1].name == "sdpa"  # nobody is there to prove anything
+
+
+def never(kind: type) -> tuple[bool, str]:
+    raise AssertionError("a proof was asked for")
+
+
+def test_only_who_could_run_is_asked_for_a_proof():
+    backend, choice = on_a_gpu(Libraryless, never)
+    assert backend is SDPAAttention and "triton off: triton is not installed" in choice.reason
+    registry = Registry("runner.attention", {"triton": Kernels, "sdpa": SDPAAttention})
+    assert choose("triton", CUDA, [spec()], registry, proves=never)[1] == ("triton", "asked for")
+    assert choose("auto", CPU, [spec()], registry, proves=never)[0] is SDPAAttention
+    assert choose("auto", CUDA, [spec()], Registry("runner.attention", {"sdpa": SDPAAttention}), proves=never)
 
 
 def test_auto_without_a_compiler_is_sdpa_and_says_why(without_compiler):
@@ -83,15 +127,22 @@ def test_a_backend_whose_package_is_missing_is_refused_not_raised():
         choose("flash", CPU, [spec()], registry)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "reference"])
-def test_a_backend_that_cannot_read_an_int8_cache_is_refused(name):
-    with pytest.raises(ConfigError, match="int8"):
-        choose(name, CPU, [spec()], ATTENTION, torch.int8)
+@pytest.mark.parametrize("name, codes", [("sdpa", "int8"), ("flex", "int8"), ("flex", "float8_e4m3fn")])
+def test_a_backend_that_cannot_read_a_cache_of_codes_is_refused(name, codes):
+    with pytest.raises(ConfigError, match=f"cannot read a KV cache in {codes}"):
+        choose(name, CPU, [spec()], ATTENTION, getattr(torch, codes))
 
 
-def test_int8_without_a_compiler_is_refused_with_the_way_out(without_compiler):
-    with pytest.raises(ConfigError, match=f"{NO_COMPILER}.*sdpa off: .*int8.*Choose kv.dtype=auto"):
-        choose("auto", CPU, [spec()], ATTENTION, torch.int8)
+def test_codes_that_no_faster_backend_reads_are_the_oracles(without_compiler):
+    backend, choice = choose("auto", CPU, [spec()], ATTENTION, torch.int8)
+    assert backend is ReferenceAttention
+    assert re.search(f"the slow oracle; cpu off: {NO_COMPILER}; sdpa off: .*int8", choice.reason)
+
+
+def test_codes_that_nobody_reads_are_refused_with_the_way_out():
+    registry = Registry("runner.attention", {"sdpa": SDPAAttention})
+    with pytest.raises(ConfigError, match="sdpa off: it cannot read a KV cache in float8_e4m3fn. Choose kv.dtype=auto"):
+        choose("auto", CPU, [spec()], registry, torch.float8_e4m3fn)
 
 
 def test_an_unknown_name_suggests_the_nearest():

@@ -46,17 +46,17 @@ def generate(overrides):
 def wanted_of():
     """The tokens of a KV dtype and of weights: 8 bits change them, and then every other option must agree on it."""
     plain = {"runner.inputs": "rebuild", "runner.forward": "eager", "kv.num_blocks": 500, "structured.backend": "dfa"}
-    of_dtype = {"auto": {"runner.attention": "reference"}, "int8": {"runner.attention": "cpu", "kv.dtype": "int8"}}
+    plain["runner.attention"] = "reference"
 
     @functools.cache
     def wanted(kv_dtype="auto", quantization="none"):
-        return generate({**plain, **of_dtype[kv_dtype], "model.quantization": quantization})
+        return generate({**plain, "kv.dtype": kv_dtype, "model.quantization": quantization})
 
     return wanted
 
 
 def skip_without_compiler(config):
-    needs = [("runner.attention", ("cpu",)), ("kv.dtype", ("int8",)), ("model.quantization", ("int8", "int4"))]
+    needs = [("runner.attention", ("cpu",)), ("model.quantization", ("int8", "int4"))]
     if any(config.get(field) in values for field, values in needs) and build.obstacle():
         pytest.skip(build.obstacle())
 
@@ -82,7 +82,11 @@ def test_fewer_bits_give_other_tokens(quantization, wanted_of):
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
 @pytest.mark.parametrize(
-    "attention, kv_dtype", [("reference", "auto"), ("sdpa", "auto"), ("cpu", "auto"), ("cpu", "int8")]
+    "attention, kv_dtype",
+    [
+        *((name, "auto") for name in ("reference", "sdpa", "cpu")),
+        *(("cpu", kind) for kind in ("int8", "float8_e4m3fn")),
+    ],
 )
 def test_every_chunk_size_gives_the_same_tokens(budget, attention, kv_dtype, wanted_of):
     config = {"scheduler.max_num_batched_tokens": budget, "runner.attention": attention, "kv.dtype": kv_dtype}

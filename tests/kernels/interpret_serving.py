@@ -14,11 +14,12 @@ from torch.nn import functional
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.kernels.dispatch import Dispatch
-from minivllm.kernels.triton import draw, lora, w4a16
+from minivllm.kernels.triton import draw, elementwise, lora, w4a16
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.lora import layer
 from minivllm.quantization import packed
 from minivllm.quantization.formats import dequantise
+from minivllm.runner import block_copy
 from minivllm.sampling import draws
 
 assert INTERPRETED
@@ -126,6 +127,7 @@ def test_every_proof_holds_and_each_sees_a_kernel_that_is_wrong(monkeypatch):
         "rejection sampling": draws.proves_reject,
         "lora": lambda device: layer.proves_triton(device, dtype),
         "w4a16 linear": lambda device: packed.proves_triton(device, dtype),
+        "block copy": block_copy._proof,
     }
 
     def outcomes() -> tuple[list[bool], Dispatch]:
@@ -144,7 +146,9 @@ def test_every_proof_holds_and_each_sees_a_kernel_that_is_wrong(monkeypatch):
     monkeypatch.setattr(draw, "find_cuts", lambda probs, *args: probs.amax(-1))
     monkeypatch.setattr(lora.SlotTable, "add", lambda table, y, x, tasks: y.add_(0.01))
     monkeypatch.setattr(w4a16.Matrix, "multiply", lambda *args: 1 // 0)
+    inner = elementwise.BlockCopier.__call__
+    monkeypatch.setattr(elementwise.BlockCopier, "__call__", lambda copier, pairs: inner(copier, pairs[:1]))
     used, dispatch = outcomes()
     value, reason = dispatch.decision
-    assert not any(used) and value == "torch" and reason.count("differs from its twin") == 4
+    assert not any(used) and value == "torch" and reason.count("differs from its twin") == 5
     assert "w4a16 linear in torch (ZeroDivisionError" in reason

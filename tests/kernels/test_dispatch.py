@@ -59,5 +59,24 @@ def test_on_a_gpu_each_kernel_is_proven_once_and_refused_by_name():
         kernels.uses("a kernel that nobody wrote", never)
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: minivllm[gpu]")
+def test_one_proof_may_be_of_several_kernels_and_its_outcome_has_a_reason():
+    names = ("decode attention", "prefill attention")
+    verdicts = {
+        held: Dispatch("auto", CUDA).verdict(names, lambda device, held=held: held, "the reference")
+        for held in (True, False)
+    }
+    assert verdicts[True] == (True, "gave the answer of the reference on this device")
+    assert verdicts[False] == (False, "it differs from the reference on this device")
+    assert Dispatch("torch", CUDA).verdict(names, never) == (False, "runner.kernels=torch")
+    assert Dispatch("triton", CUDA).verdict(names, never) == (True, "runner.kernels=triton")
+    kernels = Dispatch("auto", CUDA)
+    assert kernels.verdict(names, lambda device: True)[0] and kernels.uses("prefill attention", never)
+    assert kernels.decision == (
+        "triton",
+        "decode attention, prefill attention: each gave its twin's answer on this device",
+    )
+
+
 def test_what_asks_for_a_kernel_is_said_by_the_table():
     assert {"draw", "lora", "w4a16 linear"} <= dispatch.NAMES

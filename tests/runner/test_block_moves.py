@@ -2,22 +2,25 @@ import pytest
 import torch
 
 from minivllm.plan import StepPlan
+from minivllm.runner.block_copy import TorchMove
 from minivllm.runner.block_moves import BlockMoves
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_swapping_out_and_in_restores_every_byte(axis):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_swapping_out_and_in_restores_every_byte(axis, dtype):
     shape = [2, 3, 4]
     shape[axis] = 6
-    device = [torch.randn(shape) for _ in range(3)]
-    host = [torch.full(shape, torch.nan) for _ in range(3)]
-    before = [layer.clone() for layer in device]
-    moves = BlockMoves(device, host, axis)
+    device = [torch.randn(shape).to(dtype) for _ in range(3)]
+    host = [torch.full(shape, torch.nan).to(dtype) for _ in range(3)]
+    before = [layer.clone().float() for layer in device]
+    moves = BlockMoves(device, host, axis, TorchMove(axis))
     moves(StepPlan(0, swap_out=[(4, 0), (1, 5)]))
     for layer in device:
-        layer.index_fill_(axis, torch.tensor([4, 1]), torch.nan)
+        layer.select(axis, 4).copy_(torch.nan)
+        layer.select(axis, 1).copy_(torch.nan)
     moves(StepPlan(1, swap_in=[(0, 2), (5, 3)]))
-    for layer, old in zip(device, before, strict=True):
+    for layer, old in zip((layer.float() for layer in device), before, strict=True):
         assert torch.equal(layer.select(axis, 2), old.select(axis, 4))
         assert torch.equal(layer.select(axis, 3), old.select(axis, 1))
         assert torch.equal(layer.select(axis, 0), old.select(axis, 0))
@@ -27,16 +30,16 @@ def test_what_goes_out_and_what_is_copied_is_read_before_anything_comes_in():
     """One step may move a block out, copy another one whose owner has gone, and bring others into their places."""
     device, host = [torch.arange(4.0)[:, None]], [torch.tensor([[10.0], [11.0], [12.0]])]
     plan = StepPlan(0, swap_out=[(1, 0)], copies=[(2, 3)], swap_in=[(1, 1), (2, 2)])
-    BlockMoves(device, host, 0)(plan)
+    BlockMoves(device, host, 0, TorchMove(0))(plan)
     assert host[0].flatten().tolist() == [1.0, 11.0, 12.0]
     assert device[0].flatten().tolist() == [0.0, 11.0, 12.0, 2.0]
 
 
 def test_a_step_without_moves_touches_nothing():
-    moves = BlockMoves([], [], 0)
+    moves = BlockMoves([], [], 0, TorchMove(0))
     moves(StepPlan(0))
 
 
 def test_a_move_is_measured_in_seconds_a_block():
     device, host = ([torch.zeros(8, 1000)] for _ in range(2))
-    assert 0 < BlockMoves(device, host, 0).measure() < 1
+    assert 0 < BlockMoves(device, host, 0, TorchMove(0)).measure() < 1
