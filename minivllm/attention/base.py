@@ -75,6 +75,8 @@ class AttentionBackend(Protocol):
     block_axis: ClassVar[int]  # which dimension of kv_shape() counts blocks
     kv_layout: ClassVar[str]  # what lies where in a tensor of kv_shape(), by name: equal names can share a cache
     int8_kv: ClassVar[bool]  # whether KVSpec.dtype may be int8; the scales are then part of kv_shape()
+    host_tables: ClassVar[bool]  # whether prepare() reads block_tables, slot_mapping and positions on the host; else
+    # they may be tensors on its device
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None: ...

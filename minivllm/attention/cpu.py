@@ -73,6 +73,7 @@ class CPUAttention:
     block_axis: ClassVar[int] = 0
     kv_layout: ClassVar[str] = "pages of kernels/cpu"
     int8_kv: ClassVar[bool] = True
+    host_tables: ClassVar[bool] = True
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
         check_layers(layers, spec)

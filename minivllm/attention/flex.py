@@ -65,6 +65,7 @@ class FlexBackend:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = NHD
     int8_kv: ClassVar[bool] = False
+    host_tables: ClassVar[bool] = True
     block_axis: ClassVar[int] = 1
 
     def __init__(

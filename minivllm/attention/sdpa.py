@@ -42,6 +42,7 @@ class SDPAAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = "heads first"
     int8_kv: ClassVar[bool] = False
+    host_tables: ClassVar[bool] = True
     block_axis: ClassVar[int] = 2
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):

@@ -148,6 +148,7 @@ class NoAttention:
 
     graphs: ClassVar[Literal["none"]] = "none"
     block_axis: ClassVar[int] = 0
+    host_tables: ClassVar[bool] = True  # the forward reads its tokens there
 
     def __init__(self, *_: object):  # what backends are built with
         pass
