@@ -1,7 +1,8 @@
 """The seam of input preparation: how a plan becomes arrays. Three generations of vLLM, three builders, one product.
 
 All of them keep the same knowledge of each request (its tokens, its blocks, its row); they differ in where it lives and
-in what a step costs. No torch here: arrays are numpy, so builders are tested without a model.
+in what a step costs. No torch here: arrays are numpy, so builders are tested without a model. Where
+the third has its tables on a GPU, they are tensors (tables_device.py).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class BatchKey(NamedTuple):
 
 
 class InputBuilder(Protocol):
+    on_device: bool  # whether the tables are there that batches are made from: then four of their columns are, too
+
     def apply(self, plan: StepPlan, rows: Sequence[int]) -> None:
         """Leaves, then joins (rows[i] is the row of plan.joins[i]), then new blocks."""
         ...

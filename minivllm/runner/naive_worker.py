@@ -60,7 +60,7 @@ class NaiveWorker(Worker):
             forward=self.forward,
             attention=backend,
             kv_caches=[],
-            inputs=self._inputs(sizes),
+            inputs=self._make_inputs(self._input_sizes(sizes)),
             rows=Rows(self.config.scheduler.max_num_seqs),
             sampler=sampler,
             verifier=Verifier(sampler, match),
