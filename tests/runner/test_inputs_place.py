@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 SIZES = InputSizes(max_rows=3, max_model_len=40, block_size=4, spare_block=9)
 TINY = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.block_size": 8, "executor.num_threads": 1}
 TINY |= {"kv.num_blocks": 60, "debug.check": True, "runner.attention": "reference"}
+TINY |= {"spec_decode.k": 3, "spec_decode.adaptive": False}  # several passes of a draft model in each step
 
 
 def placed(name, attention, device):
