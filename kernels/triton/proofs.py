@@ -1,4 +1,4 @@
-"""A kernel beside its twin on a little input, for kernels/dispatch.py: of kernels whose users are on this storey."""
+"""A kernel beside its twin on a little input, for kernels/dispatch.py: of kernels whose twins are in twins.py."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from minivllm.attention.reference import ReferenceAttention
 from minivllm.attention.sdpa import SDPAAttention
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build
-from minivllm.features import DEVICE_INPUT_BUILDERS, INPUT_BUILDERS
+from minivllm.features import ATTENTION, DEVICE_INPUT_BUILDERS, INPUT_BUILDERS
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.request import EngineRequest
 from minivllm.runner import inputs_place, late
@@ -46,8 +46,9 @@ def test_where_the_tables_are_and_why(apart):
         assert not nowhere_else.make(SIZES).on_device and nowhere_else.reason is None
 
 
-def test_every_form_for_devices_is_one_of_a_builder():
+def test_every_form_for_devices_is_one_of_a_builder_and_every_backend_says_what_it_reads():
     assert set(DEVICE_INPUT_BUILDERS.names()) <= set(INPUT_BUILDERS.names())
+    assert {type(ATTENTION.get(name).host_tables) for name in ATTENTION.names()} == {bool}
 
 
 # ---------------------------------------------------------------- engines
