@@ -23,6 +23,7 @@ def _triton(name: str, source: str, twin: str, used_by: str = "") -> Kernel:
 
 _ATTENTION = "minivllm.attention.reference:ReferenceAttention"
 _TWINS = "minivllm.kernels.twins"
+_GATHER = "runner.kernels, runner.inputs=gather"
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel("attention", "cpu", "minivllm.attention.cpu:CPUAttention", _ATTENTION, "runner.attention=cpu"),
@@ -65,9 +66,9 @@ KERNELS: tuple[Kernel, ...] = (
         "w4a16 linear", "w4a16:Matrix", "minivllm.quantization.formats:dequantise", "runner.kernels, model.quantization"
     ),
     _triton("layer of experts", "moe:moe", f"{_TWINS}:experts"),
-    _triton("gather inputs", "gather:gather_tokens", f"{_TWINS}:gather_tokens"),
-    _triton("gather rows", "gather:gather_rows", f"{_TWINS}:gather_rows"),
-    _triton("staged writes", "gather:StagedRows", f"{_TWINS}:write_rows"),
+    _triton("gather inputs", "gather:gather_tokens", f"{_TWINS}:gather_tokens", _GATHER),
+    _triton("gather rows", "gather:gather_rows", f"{_TWINS}:gather_rows", _GATHER),
+    _triton("staged writes", "gather:write_rows", f"{_TWINS}:write_rows", _GATHER),
     _triton("rms norm", "elementwise:rms_norm", f"{_TWINS}:rms_norm"),
     _triton("silu mul", "elementwise:silu_mul", f"{_TWINS}:silu_mul"),
 )

@@ -131,7 +131,7 @@ def gather_rows(table: Tensor, rows: Tensor, width: int) -> Tensor:
 
 
 def write_rows(table: Tensor, writes: list[tuple[int, int, list[int], int]]) -> None:
-    """As kernels.triton.gather.StagedRows, of writes (row, first column, values, clear up to)."""
+    """As kernels.triton.gather.write_rows, of writes (row, first column, values, clear up to)."""
     for row, first, values, clear_to in writes:
         table[row, first : first + len(values)] = torch.tensor(values, dtype=table.dtype, device=table.device)
         table[row, first + len(values) : clear_to] = 0

@@ -87,6 +87,9 @@ INPUT_BUILDERS: Registry = Registry(
         "gather": "minivllm.runner.inputs_gather:GatherInputs",
     },
 )
+DEVICE_INPUT_BUILDERS: Registry = Registry(
+    "runner.inputs on a device", {"gather": "minivllm.runner.inputs_place:gather_on_device"}
+)
 ATTENTION: Registry = Registry(
     "runner.attention",
     {
@@ -269,7 +272,7 @@ FEATURES: tuple[Feature, ...] = (
         INPUT_BUILDERS.names(),
         "persistent",
         "how a step's tensors come to be: from scratch (V0), by diffs to a persistent batch (V1), or gathered from "
-        "rows that a step's changes were written to at once (vLLM's second runner)",
+        "rows that a step's changes were written to at once, on a GPU in its memory (vLLM's second runner)",
         chapter="11",
         workload="fixed",
         metric="host_ms",
@@ -290,8 +293,8 @@ FEATURES: tuple[Feature, ...] = (
         "runner.kernels",
         ("auto", "torch", "triton"),
         "auto",
-        "who draws tokens, adds adapters, multiplies packed weights, rotates and moves blocks on a GPU: torch, or a "
-        "Triton kernel (auto where that gave its twin's answer on the card)",
+        "who draws tokens, adds adapters, multiplies packed weights, rotates, moves blocks and gathers inputs on a GPU:"
+        " torch, or a Triton kernel (auto where that gave its twin's answer on the card)",
         chapter="07",
         workload="fixed",
         metric="throughput",

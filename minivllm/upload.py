@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """On a CPU the array's own memory; on a GPU a copy, after which the array may change."""
+def upload(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """On a CPU the array's own memory; on a GPU a copy, after which the array may change. A tensor is there already."""
+    if isinstance(array, Tensor):
+        return array
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def select(column: np.ndarray | Tensor, index: slice | np.ndarray) -> np.ndarray | Tensor:
+    """column[index], where the column lies. index: a slice, or numbers that rise."""
+    if isinstance(column, np.ndarray) or isinstance(index, slice):
+        return column[index]
+    return column if len(index) == len(column) else column.index_select(0, upload(index, column.device))

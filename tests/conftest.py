@@ -21,6 +21,15 @@ def pytest_addoption(parser):
     parser.addoption("--matrix", metavar="FILE", type=Path, help="write the conformance tests' outcomes as JSON")
 
 
+@pytest.fixture
+def apart(monkeypatch):
+    """A device of which nothing can be read: whatever waits for it fails, and so does what is mixed with the host's."""
+    import torch
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # there is no GPU to pin for
+    return torch.device("meta")
+
+
 def pytest_configure(config):
     config.stash[OUTCOMES] = []
 

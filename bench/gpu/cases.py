@@ -320,12 +320,9 @@ def staged_cases(setting: Setting) -> Iterator[Case]:
     wanted, places = table.clone(), torch.randint(0, width - 1, (count,)).tolist()
     writes = [(row, place, torch.randint(0, 1 << 15, (1,)).tolist(), 0) for row, place in enumerate(places)]
     writes[0] = 0, 0, torch.randint(0, 1 << 15, (width // 2,)).tolist(), width
-    staged = gather.StagedRows(table)
 
     def call() -> Tensor:
-        for write in writes:
-            staged.stage(*write)
-        staged.apply()
+        gather.write_rows(table, writes)
         return table
 
     def oracle() -> Tensor:

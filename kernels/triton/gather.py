@@ -9,8 +9,11 @@ import triton
 from torch import Tensor
 
 from minivllm.kernels.triton import inputs
+from minivllm.upload import upload
 
 BLOCK = 512  # columns, or tokens, of a program
+
+Write = tuple[int, int, Sequence[int], int]  # row, first column, values, clear up to
 
 
 class Inputs(NamedTuple):
@@ -60,35 +63,13 @@ def gather_rows(table: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-class StagedRows:
-    """A table [rows, columns] int32 on the device whose changes are collected on the host: one copy, one launch."""
-
-    def __init__(self, table: Tensor):
-        assert table.dtype == torch.int32 and table.is_contiguous()
-        self.table = table
-        self._writes: dict[int, tuple[int, list[int], int]] = {}  # row: (first column, values, clear up to)
-
-    def stage(self, row: int, first: int, values: Sequence[int], clear_to: int = 0) -> None:
-        """Columns `first` and on become `values`, those behind them and before `clear_to` zero. A second write of a row
-        must go on where the first one ended."""
-        if row in self._writes:
-            begin, earlier, clear = self._writes[row]
-            assert first == begin + len(earlier), f"row {row}: columns {begin} to {begin + len(earlier)}, then {first}"
-            first, values, clear_to = begin, [*earlier, *values], max(clear, clear_to)
-        assert 0 <= row < len(self.table) and max(first + len(values), clear_to) <= self.table.shape[1]
-        self._writes[row] = first, list(values), clear_to
-
-    def apply(self) -> None:
-        """To the device, in the order of its stream."""
-        if not self._writes:
-            return
-        header, values = [], []
-        for row, (first, new, clear_to) in self._writes.items():
-            header += row, first, len(values), len(new), clear_to
-            values += new
-        self._writes = {}
-        both = torch.from_numpy(np.array(header + values, np.int32)).to(self.table.device)
-        num_writes = len(header) // 5
-        inputs.write_rows_kernel[(num_writes,)](
-            *(self.table, both, both[len(header) :], self.table.stride(0)), BLOCK=128, num_warps=1
-        )
+def write_rows(table: Tensor, writes: Sequence[Write]) -> None:
+    """Columns `first` and on of a row become `values`, those behind them and before `clear_to` zero. One copy and one
+    launch for all writes, no two of which are of one row. table [rows, columns] int32."""
+    assert table.dtype == torch.int32 and table.is_contiguous()
+    header, values = [], []
+    for row, first, new, clear_to in writes:
+        header += row, first, len(values), len(new), clear_to
+        values += new
+    sent = upload(np.array(header + values, np.int32), table.device)
+    inputs.write_rows_kernel[(len(writes),)](table, sent, table.stride(0), BLOCK=128, num_warps=1)

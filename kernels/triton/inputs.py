@@ -2,7 +2,10 @@
 
 State lives in rows, one a request for as long as it runs: its tokens and its block table. A step names the rows that
 take part and how many tokens of each; everything as long as the tokens or the tables is found here, so the host sends a
-few numbers a request. The host's twins: minivllm.kernels.twins, and minivllm.runner.inputs_persistent.
+few numbers a request. The twins: minivllm.kernels.twins.
+
+No width or stride is specialised: these launches are too short for it to show, and a variant that a step asks for first
+would be compiled while its requests wait.
 """
 
 import triton
@@ -49,7 +52,7 @@ def gather_tokens_kernel(
     tl.store(slots + at, slot, mask=there)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "table_stride", "out_stride"])
 def gather_rows_kernel(
     table,  # [all rows, table_stride] int32
     rows,  # [R] int64
@@ -67,15 +70,15 @@ def gather_rows_kernel(
     tl.store(out + r * out_stride + columns, values, mask=columns < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def write_rows_kernel(
     table,  # [rows, table_stride] int32
-    writes,  # [n, 5] int32: row, first column, its first value, number of values, columns to clear up to
-    values,  # [sum of the numbers] int32
+    writes,  # [n, 5] int32: row, first column, its first value, number of values, columns to clear up to; all values
     table_stride,
     BLOCK: tl.constexpr,
 ):
     """One program a write. No two are of one row."""
+    values = writes + 5 * tl.num_programs(0)
     write = writes + 5 * tl.program_id(0)
     row = tl.load(write).to(tl.int64)
     first = tl.load(write + 1)

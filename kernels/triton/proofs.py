@@ -1,4 +1,4 @@
-"""A kernel beside its twin on a little input, for kernels/dispatch.py: of kernels whose users are on this storey."""
+"""A kernel beside its twin on a little input, for kernels/dispatch.py: of kernels whose twins are in twins.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minivllm.kernels import twins
-from minivllm.kernels.triton import elementwise
+from minivllm.kernels.triton import elementwise, gather
 
 
 def copy_blocks(device: torch.device) -> bool:
@@ -58,3 +58,34 @@ def rope_write(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) 
     step = near + {torch.int8: 1 / 127, torch.float8_e4m3fn: 1 / 8}.get(kv_dtype, 0)
     pairs = [(q, q_wanted, near), *((x, y, step) for x, y in zip(kv, kv_wanted, strict=True))]
     return all((x.double() - y.double()).abs().max() <= bound * y.abs().max() for x, y, bound in pairs)
+
+
+def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of four requests: tokens [4, 90], blocks [4, 90], and three of their rows."""
+    tokens, blocks = torch.randint(1 << 20, (2, 4, 90), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    return tokens.to(device), blocks.to(device), torch.tensor([3, 0, 2], device=device)
+
+
+def gather_tokens(device: torch.device, block_size: int) -> bool:
+    """Two decodes and a chunk between them, with padding."""
+    tables, firsts = _tables(device), torch.tensor([5, 0, 80], device=device)
+    query_start = torch.tensor([0, 1, 31, 32], dtype=torch.int32, device=device)
+    sizes = {"block_size": block_size, "spare_block": 7}
+    out = gather.Inputs(*torch.full((3, 40), -1, device=device))
+    got = gather.gather_tokens(*tables, firsts, query_start, out, **sizes)
+    wanted = twins.gather_tokens(*tables, firsts, query_start, 40, **sizes)
+    return all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+
+
+def gather_rows(device: torch.device) -> bool:
+    _, table, rows = _tables(device)
+    return torch.equal(gather.gather_rows(table, rows, table.new_empty(3, 70)), twins.gather_rows(table, rows, 70))
+
+
+def write_rows(device: torch.device) -> bool:
+    """A row that is another's from now on, one that grows, one that is cleared."""
+    table = _tables(device)[0]
+    wanted, writes = table.clone(), [(2, 0, [5, 6, 7], 60), (0, 88, [1, 2], 0), (3, 0, [], 90)]
+    gather.write_rows(table, writes)
+    twins.write_rows(wanted, writes)
+    return torch.equal(table, wanted)

@@ -282,15 +282,15 @@ def _moe() -> Iterator[Shipped]:
 
 
 def _inputs() -> Iterator[Shipped]:
-    types = {name: "*i32" for name in ("all_tokens", "all_tables", "query_start", "table", "out", "writes", "values")}
+    types = {name: "*i32" for name in ("all_tokens", "all_tables", "query_start", "table", "out", "writes")}
     types |= {name: "*i64" for name in ("rows", "firsts", "token_ids", "positions", "slots")}
     types |= {name: "i32" for name in ("num_requests", "padded_tokens", "spare_slot", "width")}
     types |= {name: "i32" for name in ("token_stride", "table_stride", "out_stride")}
-    for name, kernel, constants, num_warps, wide in (  # what is gathered one by one, or begins anywhere, is not wide
-        ("gather tokens", inputs.gather_tokens_kernel, {"PAGE": 16, "BLOCK": gather.BLOCK}, 4, False),
-        ("gather rows", inputs.gather_rows_kernel, {"BLOCK": gather.BLOCK}, 4, True),
-        ("write rows", inputs.write_rows_kernel, {"BLOCK": 128}, 1, False),
+    strides = ("token_stride", "table_stride", "out_stride")
+    for name, kernel, constants, num_warps in (
+        ("gather tokens", inputs.gather_tokens_kernel, {"PAGE": 16, "BLOCK": gather.BLOCK}, 4),
+        ("gather rows", inputs.gather_rows_kernel, {"BLOCK": gather.BLOCK}, 4),
+        ("write rows", inputs.write_rows_kernel, {"BLOCK": 128}, 1),
     ):
         own = {arg: types[arg] for arg in kernel.arg_names if arg not in constants}
-        unaligned = () if wide else ("values", "token_stride", "table_stride")
-        yield Shipped(name, kernel, own, constants, num_warps, unaligned=unaligned, wide_loads=wide)
+        yield Shipped(name, kernel, own, constants, num_warps, unaligned=strides, wide_loads=False)

@@ -75,6 +75,8 @@ class AttentionBackend(Protocol):
     block_axis: ClassVar[int]  # which dimension of kv_shape() counts blocks
     kv_layout: ClassVar[str]  # what lies where in a tensor of kv_shape(), by name: equal names can share a cache
     kv_codes: ClassVar[frozenset[torch.dtype]]  # of 8 bits that KVSpec.dtype may be; scales are part of kv_shape()
+    host_tables: ClassVar[bool]  # whether prepare() reads block_tables, slot_mapping and positions on the host; else
+    # they may be tensors on its device
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None: ...

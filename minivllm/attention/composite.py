@@ -39,6 +39,7 @@ class PairBackend:
     kinds: ClassVar[tuple[type[AttentionBackend], type[AttentionBackend]]]
     kv_layout: ClassVar[str]
     kv_codes: ClassVar[frozenset[torch.dtype]]
+    host_tables: ClassVar[bool]
     block_axis: ClassVar[int]
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
@@ -99,5 +100,6 @@ def pair(first: type[AttentionBackend], second: type[AttentionBackend]) -> type[
             f'"{first.kv_layout}", of the other "{second.kv_layout}"'
         )
     shared = {"kv_codes": first.kv_codes & second.kv_codes, "block_axis": first.block_axis}
+    shared["host_tables"] = first.host_tables or second.host_tables
     members = {"kinds": (first, second), "kv_layout": first.kv_layout, **shared}
     return type(f"{first.__name__}And{second.__name__}", (PairBackend,), members)

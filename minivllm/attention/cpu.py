@@ -74,6 +74,7 @@ class CPUAttention:
     block_axis: ClassVar[int] = 0
     kv_layout: ClassVar[str] = "pages of kernels/cpu"
     kv_codes: ClassVar[frozenset[torch.dtype]] = CODES
+    host_tables: ClassVar[bool] = True
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
         check_layers(layers, spec)

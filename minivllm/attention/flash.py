@@ -26,9 +26,10 @@ from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.codes import NO_CODES
-from minivllm.attention.rows import Part, put, split, take, with_dense_heads
+from minivllm.attention.rows import Part, put, send, split, take, with_dense_heads
 from minivllm.attention.writer import choose_writer
 from minivllm.errors import ConfigError
+from minivllm.upload import select
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -121,6 +122,7 @@ class FlashBackend:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = HND
     kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
+    host_tables: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 
     def __init__(
@@ -169,15 +171,15 @@ class FlashBackend:
         return (2, num_blocks, self.spec.num_kv_heads, self.spec.block_size, self.spec.head_size)
 
     def prepare(self, batch: InputBatch) -> _Meta:
-        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
+        slots = send(batch.slot_mapping, torch.int64, self.device)
         decodes, others = (part and self._call(batch, part) for part in split(batch, self.device))
         return _Meta(slots, decodes, others, batch.num_tokens)
 
     def _call(self, batch: InputBatch, part: Part) -> Call:
         seq_lens = batch.seq_lens[part.requests]
         key_start = np.concatenate([[0], np.cumsum(seq_lens)])
-        arrays = seq_lens, batch.block_tables[part.requests], part.query_start, key_start
-        tensors = (torch.tensor(array, dtype=torch.int32, device=self.device) for array in arrays)
+        arrays = seq_lens, select(batch.block_tables, part.requests), part.query_start, key_start
+        tensors = (send(array, torch.int32, self.device) for array in arrays)
         return Call(part, *tensors, part.max_query, int(seq_lens.max()))
 
     def forward(

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.codes import NO_CODES
-from minivllm.attention.rows import Part, put, split, take, with_dense_heads
+from minivllm.attention.rows import Part, put, send, split, take, with_dense_heads
 from minivllm.attention.writer import choose_writer
 from minivllm.errors import ConfigError
+from minivllm.upload import select, upload
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -44,25 +45,28 @@ class _Meta(NamedTuple):
 
 
 class _Pages(NamedTuple):
-    """Block tables in CSR form, int32 on the host, where plan() needs them."""
+    """Block tables in CSR form, int32 on the host, where plan() needs them, but for the blocks themselves."""
 
     indptr: Tensor  # [n + 1]
-    indices: Tensor  # [blocks in use]
+    indices: Tensor  # [blocks in use], where the tables are
     last_page_len: Tensor  # [n], from 1 to block_size
 
 
-def csr_pages(seq_lens: np.ndarray, tables: np.ndarray, block_size: int) -> _Pages:
+def csr_pages(seq_lens: np.ndarray, tables: np.ndarray | Tensor, block_size: int) -> _Pages:
     """seq_lens [n], each at least 1; tables [n, blocks]: entries past a request's last block are left out."""
     counts = -(-seq_lens // block_size)
-    used = np.arange(tables.shape[1]) < counts[:, None]
-    arrays = np.concatenate([[0], np.cumsum(counts)]), tables[used], seq_lens - (counts - 1) * block_size
-    return _Pages(*(torch.from_numpy(array.astype(np.int32)) for array in arrays))
+    used = np.flatnonzero(np.arange(tables.shape[1]) < counts[:, None])
+    lengths = np.concatenate([[0], np.cumsum(counts)]), seq_lens - (counts - 1) * block_size
+    indptr, last_page_len = (torch.from_numpy(array.astype(np.int32)) for array in lengths)
+    indices = upload(select(tables.reshape(-1), used), torch.device("cpu"))
+    return _Pages(indptr, indices, last_page_len)
 
 
 class FlashInferBackend:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = HND
     kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
+    host_tables: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 
     def __init__(
@@ -106,7 +110,7 @@ class FlashInferBackend:
     def prepare(self, batch: InputBatch) -> _Meta:
         if self.planned is not None:  # plan() copies from one pinned buffer, which the last copy may still be reading
             self.planned.synchronize()
-        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
+        slots = send(batch.slot_mapping, torch.int64, self.device)
         decodes, others = split(batch, self.device)
         if decodes is not None:
             self.plan_decodes(self._pages(batch, decodes))
@@ -118,7 +122,7 @@ class FlashInferBackend:
         return _Meta(slots, decodes, others, batch.num_tokens, self.step)
 
     def _pages(self, batch: InputBatch, part: Part) -> _Pages:
-        return csr_pages(batch.seq_lens[part.requests], batch.block_tables[part.requests], self.spec.block_size)
+        return csr_pages(batch.seq_lens[part.requests], select(batch.block_tables, part.requests), self.spec.block_size)
 
     def plan_decodes(self, pages: _Pages) -> None:
         for layer, wrapper in self.decode.items():

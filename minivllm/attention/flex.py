@@ -66,6 +66,7 @@ class FlexBackend:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = NHD
     kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
+    host_tables: ClassVar[bool] = True
     block_axis: ClassVar[int] = 1
 
     def __init__(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minivllm.attention.base import NHD, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.codes import CODES, SCALE_BYTES, pack, unpack
+from minivllm.attention.rows import send
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -35,6 +36,7 @@ class _Meta(NamedTuple):
 class ReferenceAttention:
     kv_layout: ClassVar[str] = NHD
     kv_codes: ClassVar[frozenset[torch.dtype]] = CODES
+    host_tables: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 
     def __init__(
@@ -62,7 +64,7 @@ class ReferenceAttention:
 
     def prepare(self, batch: InputBatch) -> _Meta:
         arrays = batch.slot_mapping, batch.query_start, batch.seq_lens, batch.block_tables
-        return _Meta(*(torch.tensor(x, dtype=torch.int64, device=self.device) for x in arrays), batch.num_tokens)
+        return _Meta(*(send(x, torch.int64, self.device) for x in arrays), batch.num_tokens)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.upload import select, upload
+
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
 
@@ -40,6 +42,13 @@ def put(out: Tensor, rows: slice | Tensor, result: Tensor) -> None:
         out.index_copy_(0, rows, result)
 
 
+def send(column: np.ndarray | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A column of a batch on the device, int32 or int64. Of an array it is a copy, which may outlive the batch."""
+    if isinstance(column, Tensor):
+        return column.to(dtype)
+    return upload(column.astype(np.int32 if dtype == torch.int32 else np.int64), device)
+
+
 def split(batch: InputBatch, device: torch.device) -> tuple[Part | None, Part | None]:
     """The decodes of a batch (requests with one query), and all others; None where there are none."""
     bounds = batch.query_start[: batch.num_requests + 1].astype(np.int64)
@@ -57,23 +66,23 @@ def _part(requests: np.ndarray, bounds: np.ndarray, counts: np.ndarray, device: 
         rows = slice(first, last)
         return Part(requests, rows, rows, query_start.astype(np.int32))
     index = np.arange(query_start[-1]) + np.repeat(bounds[requests] - query_start[:-1], counts[requests])
-    return Part(requests, index, torch.from_numpy(index).to(device), query_start.astype(np.int32))
+    return Part(requests, index, upload(index, device), query_start.astype(np.int32))
 
 
 def batch_of(batch: InputBatch, part: Part) -> InputBatch:
     """The part as a batch of its own, without padding: what a backend prepares from. Nothing is sampled in it, and
     its tokens, which the device alone may know, are all 0."""
-    seq_lens, positions = batch.seq_lens[part.requests], batch.positions[part.index]
+    seq_lens = batch.seq_lens[part.requests]
     return replace(
         batch,
         req_ids=[batch.req_ids[r] for r in part.requests],
         rows=batch.rows[part.requests],
-        token_ids=np.zeros_like(positions),
-        positions=positions,
-        slot_mapping=batch.slot_mapping[part.index],
+        token_ids=np.zeros(part.query_start[-1], np.int64),
+        positions=_tokens(batch.positions, part),
+        slot_mapping=_tokens(batch.slot_mapping, part),
         query_start=part.query_start,
         seq_lens=seq_lens,
-        block_tables=batch.block_tables[part.requests],
+        block_tables=select(batch.block_tables, part.requests),
         sample_tokens=batch.sample_tokens[:0],
         sample_requests=batch.sample_requests[:0],
         draft_tokens=batch.draft_tokens[:0],
@@ -81,6 +90,10 @@ def batch_of(batch: InputBatch, part: Part) -> InputBatch:
         max_query=part.max_query,
         max_seq=batch.max_seq if batch.whole else int(seq_lens.max()),
     )
+
+
+def _tokens(column: np.ndarray | Tensor, part: Part) -> np.ndarray | Tensor:
+    return column[part.index] if isinstance(column, np.ndarray) else take(column, part.rows)
 
 
 def with_dense_heads(x: Tensor) -> Tensor:

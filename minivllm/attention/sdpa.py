@@ -43,6 +43,7 @@ class SDPAAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = "heads first"
     kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
+    host_tables: ClassVar[bool] = True
     block_axis: ClassVar[int] = 2
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.codes import CODES
-from minivllm.attention.rows import with_dense_heads
+from minivllm.attention.rows import send, with_dense_heads
 from minivllm.kernels.triton.tiles import Tile, num_splits
 from minivllm.kernels.triton.tuned import Shape, fixed, plan
-from minivllm.upload import upload
+from minivllm.upload import select
 
 if TYPE_CHECKING:
     from minivllm.compile.context import Turn
@@ -39,6 +39,7 @@ class TritonAttention:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "uniform"
     kv_layout: ClassVar[str] = HND
     kv_codes: ClassVar[frozenset[torch.dtype]] = CODES
+    host_tables: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 
     def __init__(
@@ -88,7 +89,7 @@ class TritonAttention:
         bounds = batch.query_start[: batch.num_requests + 1].astype(np.int32)
         num_queries = np.diff(bounds)
         single, several = np.flatnonzero(num_queries == 1), np.flatnonzero(num_queries > 1)
-        slots = upload(batch.slot_mapping.astype(np.int64), self.device)
+        slots = send(batch.slot_mapping, torch.int64, self.device)
         longest = int(batch.seq_lens[single].max()) if single.size else 0
         if batch.whole:  # the captured launch serves every length: the kernel reads on the device what a split gets
             longest = batch.max_seq
@@ -99,8 +100,8 @@ class TritonAttention:
         if not which.size:
             return None
         starts = np.concatenate([[0], np.cumsum(bounds[which + 1] - bounds[which])])
-        arrays = bounds[which], batch.seq_lens[which], batch.block_tables[which], starts
-        tensors = (upload(array.astype(np.int32), self.device) for array in arrays)
+        arrays = bounds[which], batch.seq_lens[which], select(batch.block_tables, which), starts
+        tensors = (send(array, torch.int32, self.device) for array in arrays)
         return self.paged.Requests(*tensors, int(starts[-1]))
 
     def forward(

@@ -224,6 +224,7 @@ def build_worker(config: EngineConfig, kind: type[Worker] | None = None) -> Work
         forwards=features.FORWARDS,
         graphs=features.GRAPHS,
         inputs=features.INPUT_BUILDERS,
+        device_inputs=features.DEVICE_INPUT_BUILDERS,
         make_grammars=partial(build_grammars, config),
         make_proposer=features.PROPOSERS.get(config.spec_decode.method),
         make_acceptance=features.ACCEPTANCES.get(config.spec_decode.acceptance),

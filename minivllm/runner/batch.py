@@ -1,4 +1,7 @@
-"""InputBatch: one step's inputs as numpy arrays, the common product of all input builders. No torch here.
+"""InputBatch: one step's inputs, the common product of all input builders. No torch here.
+
+Arrays are numpy. Four columns are tensors if the builder's tables are on the device (runner/inputs_gather.py): what a
+model and its attention read. All that decides what is done next can be had from counts, and is the host's.
 
 Padding: a forward may be asked for more token rows than the plan has (`padded_tokens`). The extra rows are dummies that
 compute something harmless: token 0 at position 0, written to the spare block that no table names. A whole forward that
@@ -13,24 +16,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minivllm.runner.inputs import InputSizes
 
 
 @dataclass(slots=True)
 class InputBatch:
     """T tokens of R requests in plan order. Arrays may be views of a builder's buffers: valid until its next
-    build()."""
+    build(). On the device: as tensors of the same dtype there."""
 
     req_ids: list[str]  # [R]
     rows: np.ndarray  # [R] int64: each request's permanent row in the worker's state (sampling state is indexed by it)
-    token_ids: np.ndarray  # [padded T] int64; a tensor if some are known to the device alone (runner/late.py)
-    positions: np.ndarray  # [padded T] int64
-    slot_mapping: np.ndarray  # [padded T] int64: block * block_size + offset, where this token's K and V are written
+    token_ids: np.ndarray | Tensor  # [padded T] int64; a tensor also if the device alone knows some (runner/late.py)
+    positions: np.ndarray | Tensor  # [padded T] int64
+    slot_mapping: np.ndarray | Tensor  # [padded T] int64: block * block_size + offset, where its K and V are written
     query_start: np.ndarray  # [R + 1] int32: request r owns token rows query_start[r] : query_start[r + 1]
     seq_lens: np.ndarray  # [R] int32: tokens in the cache after this step, the queries included
-    block_tables: (
-        np.ndarray
-    )  # [R, at least max blocks in use] int32; entries past a request's blocks are 0, a valid block
+    block_tables: np.ndarray | Tensor  # [R, at least max blocks in use] int32; entries past a request's blocks are 0, a
+    # valid block. On the device those of a whole forward have rows for its padding requests too
     sample_tokens: np.ndarray  # [S] int64: the token rows whose logits are sampled from
     sample_requests: np.ndarray  # [S] int64: for each of them, which request of this batch (index into req_ids)
     draft_tokens: np.ndarray  # [S] int64: what was proposed for the place that each of them draws; -1: nothing
@@ -47,6 +51,11 @@ class InputBatch:
     def padded_tokens(self) -> int:
         return len(self.token_ids)
 
+    def positions_of(self, tokens: np.ndarray, requests: np.ndarray) -> np.ndarray:
+        """Positions of some token rows, wherever that column lies. tokens [N] int64, requests [N]: whose they are
+        (index into req_ids)."""
+        return tokens + (self.seq_lens - self.query_start[1:])[requests]
+
 
 def pad_requests(batch: InputBatch, sizes: InputSizes, width: int) -> InputBatch:
     """batch: max_query tokens of each request. -> the same of as many requests as its padded token rows make, all
@@ -58,14 +67,12 @@ def pad_requests(batch: InputBatch, sizes: InputSizes, width: int) -> InputBatch
     num_real, queries = batch.num_requests, batch.max_query
     num_requests = batch.padded_tokens // queries
     num_padding = num_requests - num_real
-    tables = np.zeros((num_requests, max(width, -(-queries // sizes.block_size))), np.int32)
-    tables[:num_real, : batch.block_tables.shape[1]] = batch.block_tables
-    tables[num_real:, : -(-queries // sizes.block_size)] = sizes.spare_block
     seq_lens = np.full(num_requests, queries, np.int32)
     seq_lens[:num_real] = batch.seq_lens
-    slots = batch.slot_mapping.copy()
-    offsets = np.tile(np.arange(queries) % sizes.block_size, num_padding)
-    slots[batch.num_tokens :] = sizes.spare_block * sizes.block_size + offsets
+    tables, slots = batch.block_tables, batch.slot_mapping
+    if isinstance(tables, np.ndarray):
+        tables, slots = _pad_columns(batch, sizes, num_requests, max(width, -(-queries // sizes.block_size)))
+    assert len(tables) == num_requests and tables.shape[1] >= width, "on the device they are gathered with padding"
     return replace(
         batch,
         req_ids=[*batch.req_ids, *[""] * num_padding],
@@ -76,3 +83,15 @@ def pad_requests(batch: InputBatch, sizes: InputSizes, width: int) -> InputBatch
         num_tokens=batch.padded_tokens,
         max_seq=sizes.max_model_len,
     )
+
+
+def _pad_columns(batch: InputBatch, sizes: InputSizes, num_requests: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Block tables [num_requests, width] and slots."""
+    num_real, queries = batch.num_requests, batch.max_query
+    tables = np.zeros((num_requests, width), np.int32)
+    tables[:num_real, : batch.block_tables.shape[1]] = batch.block_tables
+    tables[num_real:, : -(-queries // sizes.block_size)] = sizes.spare_block
+    slots = batch.slot_mapping.copy()
+    offsets = np.tile(np.arange(queries) % sizes.block_size, num_requests - num_real)
+    slots[batch.num_tokens :] = sizes.spare_block * sizes.block_size + offsets
+    return tables, slots

@@ -47,8 +47,7 @@ class ForwardRunner(Protocol):
 
 def device_inputs(batch: InputBatch, device: torch.device) -> tuple[Tensor, Tensor]:
     """token_ids and positions [padded T] int64."""
-    here = isinstance(batch.token_ids, Tensor)
-    return batch.token_ids if here else upload(batch.token_ids, device), upload(batch.positions, device)
+    return upload(batch.token_ids, device), upload(batch.positions, device)
 
 
 class EagerForward:

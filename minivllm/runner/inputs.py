@@ -1,7 +1,8 @@
 """The seam of input preparation: how a plan becomes arrays. Three generations of vLLM, three builders, one product.
 
 All of them keep the same knowledge of each request (its tokens, its blocks, its row); they differ in where it lives and
-in what a step costs. No torch here: arrays are numpy, so builders are tested without a model.
+in what a step costs. No torch here: arrays are numpy, so builders are tested without a model. Where
+the third has its tables on a GPU, they are tensors (tables_device.py).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class BatchKey(NamedTuple):
 
 
 class InputBuilder(Protocol):
+    on_device: bool  # whether the tables are there that batches are made from: then four of their columns are, too
+
     def apply(self, plan: StepPlan, rows: Sequence[int]) -> None:
         """Leaves, then joins (rows[i] is the row of plan.joins[i]), then new blocks."""
         ...
@@ -74,7 +77,7 @@ def find_samples(
     requests = np.flatnonzero(num_samples > 0)
     num_samples = num_samples[requests]
     ends = query_start[1:][requests].astype(np.int64)
-    if len(requests) == num_samples.sum():
+    if query_start[-1] == len(num_new) or len(requests) == num_samples.sum():  # the first is cheap: a step of decodes
         return Samples(ends - 1, requests, np.full(len(requests), -1, np.int64))
     behind = np.cumsum(num_samples)
     tokens = np.arange(behind[-1]) + np.repeat(ends - behind, num_samples)

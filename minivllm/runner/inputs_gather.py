@@ -8,61 +8,40 @@ Three rules, each of which makes the next step's inputs independent of what the 
     a batch is gathered      from the rows, by (row, tokens to compute, where they start): the three short arrays that
                              are all the host has to say of a step
 
-Everything in `build` behind those three arrays, and `append`, is whole-array work over per-row state: on an accelerator
-each is a launch, and the tokens of the step before need never have been seen by the host. Here the arrays are numpy, so
-that the same product comes out as of the other builders. Where the state lives:
+Who has which row, and how many tokens and blocks a row has, is counted here: counts follow from plans alone. What they
+count lies in two tables, `token_ids` and `block_tables`, and those are where the forward reads them:
 
-    host      row of each request, number of its blocks
-    device    token_ids, num_known, block_tables
+    on a CPU     numpy arrays, in this process (tables.py)
+    on a device  in its memory (tables_device.py): the tokens of the step before need never have been seen by the host
 
-Not the original: vLLM also keeps num_computed_tokens on the device; here a plan says where each request starts.
+Which of them it is, inputs_place.py chooses. Not the original: vLLM also keeps num_computed_tokens on the device; here
+a plan says where each request starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minivllm.plan import StepPlan
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.inputs import BatchKey, InputSizes, find_samples, places_of
+from minivllm.runner.tables import HostTables, Step, Tables
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class StagedWrites:
-    """A table [rows, width] that is written piece by piece in Python and all at once in memory: the pieces of a step
-    travel as one list of values and one of places. Of two pieces that overlap the later one stays."""
-
-    def __init__(self, rows: int, width: int, dtype: type):
-        # Pages are mapped on first touch, so room for the longest request in every row costs nothing by itself.
-        self.array = np.zeros((rows, width), dtype)
-        self.flat = self.array.reshape(-1)
-        self.width = width
-        self._starts: list[int] = []  # in `flat`
-        self._lengths: list[int] = []
-        self._values: list[int] = []
-
-    def stage(self, row: int, start: int, values: Sequence[int]) -> None:
-        assert start + len(values) <= self.width, "a piece reaches into the next row"
-        self._starts.append(row * self.width + start)
-        self._lengths.append(len(values))
-        self._values += values
-
-    def write(self) -> None:
-        if not self._starts:
-            return
-        lengths = np.array(self._lengths)
-        before = np.cumsum(lengths) - lengths
-        places = np.repeat(np.array(self._starts) - before, lengths) + np.arange(len(self._values))
-        self.flat[places] = self._values  # numpy keeps the last value of a place that is named twice
-        self._starts, self._lengths, self._values = [], [], []
+NO_DRAFTS = np.zeros(0, np.int64)
 
 
 class GatherInputs:
-    def __init__(self, sizes: InputSizes):
+    def __init__(self, sizes: InputSizes, tables: Tables | None = None):
+        """tables: None: on the host."""
         self.sizes = sizes
-        self.token_ids = StagedWrites(sizes.max_rows, sizes.max_model_len, np.int32)
-        self.block_tables = StagedWrites(sizes.max_rows, sizes.max_blocks, np.int32)  # behind a row's blocks: 0
+        self.tables = HostTables(sizes) if tables is None else tables
+        self.on_device = self.tables.on_device
         self.num_known = np.zeros(sizes.max_rows, np.int64)  # tokens in the row, computed or not
         self._num_blocks = [0] * sizes.max_rows
         self._row_of: dict[str, int] = {}
@@ -70,30 +49,25 @@ class GatherInputs:
         self._rows = np.zeros(0, np.int64)
 
     def apply(self, plan: StepPlan, rows: Sequence[int]) -> None:
-        num_blocks, tables = self._num_blocks, self.block_tables
+        num_blocks, tables = self._num_blocks, self.tables
         for req_id in plan.leaves:
             row = self._row_of.pop(req_id, None)
             if row is not None:
-                tables.stage(row, 0, [0] * num_blocks[row])
+                tables.stage_blocks(row, 0, (), clear_to=num_blocks[row])
                 num_blocks[row] = 0
         for join, row in zip(plan.joins, rows, strict=True):
             self._row_of[join.req_id] = row
-            self.token_ids.stage(row, 0, join.token_ids)
+            tables.stage_tokens(row, 0, join.token_ids)
             self.num_known[row] = len(join.token_ids)
         for req_id, blocks in plan.new_blocks.items():
             row = self._row_of[req_id]
-            tables.stage(row, num_blocks[row], blocks)
+            tables.stage_blocks(row, num_blocks[row], blocks)
             num_blocks[row] += len(blocks)
-        self.token_ids.write()
         tables.write()
         if plan.leaves or plan.joins:
             self._req_ids = []
 
     def build(self, plan: StepPlan, key: BatchKey) -> InputBatch:
-        for req_id, drafts in plan.drafts.items():  # behind the known tokens, where the next append() writes
-            row = self._row_of[req_id]
-            self.token_ids.stage(row, int(self.num_known[row]), drafts)
-        self.token_ids.write()
         req_ids = list(plan.num_tokens)
         num_requests = len(req_ids)
         if req_ids != self._req_ids:
@@ -101,53 +75,48 @@ class GatherInputs:
             self._rows = np.fromiter(map(self._row_of.__getitem__, req_ids), np.int64, num_requests)
         num_new = np.fromiter(plan.num_tokens.values(), np.int64, num_requests)
         start = np.fromiter(plan.start.values(), np.int64, num_requests)
-        return self._gather(req_ids, self._rows, num_new, start, key)
-
-    def _gather(
-        self, req_ids: list[str], rows: np.ndarray, num_new: np.ndarray, start: np.ndarray, key: BatchKey
-    ) -> InputBatch:
-        """rows, num_new, start [R] int64: the batch. All else is read from the rows."""
-        block_size = self.sizes.block_size
-        seq_lens = start + num_new
-        query_start = np.zeros(len(rows) + 1, np.int32)
+        query_start = np.zeros(num_requests + 1, np.int32)
         np.cumsum(num_new, out=query_start[1:])
-        num_tokens, max_seq = int(query_start[-1]), int(seq_lens.max())
-        token_rows, at = rows, start  # of each token
-        if num_tokens > len(rows):
-            token_rows = np.repeat(rows, num_new)
-            at = np.arange(num_tokens) + np.repeat(start - query_start[:-1], num_new)
-        block, offset = np.divmod(at, block_size)
-        token_ids, positions, slot_mapping = np.zeros((3, key.num_tokens), np.int64)
-        token_ids[:num_tokens] = self.token_ids.flat[token_rows * self.token_ids.width + at]
-        positions[:num_tokens] = at
-        slots = slot_mapping[:num_tokens]
-        slots[:] = self.block_tables.flat[token_rows * self.block_tables.width + block]
-        slots *= block_size
-        slots += offset
-        slot_mapping[num_tokens:] = self.sizes.spare_block * block_size
-        samples = find_samples(self.num_known[rows], num_new, seq_lens, query_start, token_ids)
+        step = Step(self._rows, start, num_new, query_start)
+        drafts = self._stage_drafts(plan, step) if plan.drafts else NO_DRAFTS
+        seq_lens = start + num_new
+        max_seq = int(seq_lens.max())
+        columns = self.tables.gather(step, key, -(-max_seq // self.sizes.block_size))
+        samples = find_samples(self.num_known[step.rows], num_new, seq_lens, query_start, drafts)
         return InputBatch(
             req_ids=req_ids,
-            rows=rows,
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
+            rows=step.rows,
+            token_ids=columns.token_ids,
+            positions=columns.positions,
+            slot_mapping=columns.slot_mapping,
             query_start=query_start,
             seq_lens=seq_lens.astype(np.int32),
-            block_tables=self.block_tables.array[rows, : -(-max_seq // block_size)],
+            block_tables=columns.block_tables,
             sample_tokens=samples.tokens,
             sample_requests=samples.requests,
             draft_tokens=samples.drafts,
-            num_tokens=num_tokens,
+            num_tokens=int(query_start[-1]),
             max_query=int(num_new.max()),
             max_seq=max_seq,
             whole=key.whole,
         )
 
-    def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray) -> None:
+    def _stage_drafts(self, plan: StepPlan, step: Step) -> np.ndarray:
+        """Behind the known tokens, where the next append() writes. -> [T] int64: drafts where the step's tokens are
+        some, as the plan has them: what is proposed is known here, whatever it is proposed to."""
+        found = np.zeros(step.query_start[-1], np.int64)
+        known = self.num_known[step.rows].tolist()
+        for i, (req_id, start) in enumerate(plan.start.items()):
+            drafts = plan.drafts.get(req_id)
+            if drafts:
+                self.tables.stage_tokens(self._row_of[req_id], known[i], drafts)
+                own = drafts[max(start - known[i], 0) : start + plan.num_tokens[req_id] - known[i]]
+                found[step.query_start[i + 1] - len(own) : step.query_start[i + 1]] = own
+        self.tables.write()
+        return found
+
+    def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray | Tensor) -> None:
         rows = batch.rows[requests]
         at = self.num_known[rows] + places_of(requests)
         self.num_known[rows] = at + 1
-        # A request's very last token is never fed back and may lie past the longest length: it has no place here.
-        fits = at < self.token_ids.width
-        self.token_ids.flat[rows[fits] * self.token_ids.width + at[fits]] = tokens[fits]
+        self.tables.put(rows, at, tokens)

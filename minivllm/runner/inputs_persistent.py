@@ -21,6 +21,8 @@ from minivllm.runner.inputs import BatchKey, InputSizes, find_samples, places_of
 
 
 class PersistentInputs:
+    on_device = False
+
     def __init__(self, sizes: InputSizes):
         self.sizes = sizes
         # np.zeros maps pages on first touch, so room for the longest request in every row costs nothing by itself.

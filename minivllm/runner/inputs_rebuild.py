@@ -37,6 +37,8 @@ class _Lists(NamedTuple):
 
 
 class RebuildInputs:
+    on_device = False
+
     def __init__(self, sizes: InputSizes):
         self.sizes = sizes
         self.sequences: dict[str, _Sequence] = {}

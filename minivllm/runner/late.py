@@ -3,9 +3,9 @@
     device    | forward n | sample n | forward n + 1 | ...
     host         ... start n + 1 | land n: read its tokens, tell the engine ...
 
-What `sample` gives stays there as a tensor, and a copy of it sets out for the host. The input builder keeps the tensor
-for the next step (`NewestTokens`, by the request's permanent row). Everything else of that step follows from counts,
-which the host knows.
+What `sample` gives stays there as a tensor, and a copy of it sets out for the host. The input builder writes the tensor
+to its tables, if they are on the device (tables_device.py), or keeps it for the next step (`NewestTokens`, by the
+request's permanent row). Everything else of that step follows from counts, which the host knows.
 
 Copies go through a ring of pinned buffers, on a stream of their own, behind a small protocol: tests put a stream there
 that is as late and as disorderly as one may be. A buffer is used again once it has been read.
@@ -125,7 +125,8 @@ def stay_on_device(
     copies = make_copies(device) if num_steps > 1 else None
     if copies is None:
         return verifier, inputs
-    return LateTokens(verifier, PinnedRing(copies, num_steps, max_rows)), NewestTokens(inputs, max_rows, device)
+    ring = PinnedRing(copies, num_steps, max_rows)
+    return LateTokens(verifier, ring), inputs if inputs.on_device else NewestTokens(inputs, max_rows, device)
 
 
 class LateTokens:

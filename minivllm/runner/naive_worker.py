@@ -60,7 +60,7 @@ class NaiveWorker(Worker):
             forward=self.forward,
             attention=backend,
             kv_caches=[],
-            inputs=self._inputs(sizes),
+            inputs=self._make_inputs(self._input_sizes(sizes)),
             rows=Rows(self.config.scheduler.max_num_seqs),
             sampler=sampler,
             verifier=Verifier(sampler, match),
@@ -148,6 +148,7 @@ class NoAttention:
 
     graphs: ClassVar[Literal["none"]] = "none"
     block_axis: ClassVar[int] = 0
+    host_tables: ClassVar[bool] = True  # the forward reads its tokens there
 
     def __init__(self, *_: object):  # what backends are built with
         pass

@@ -94,7 +94,7 @@ class ModelRunner:
         if not len(samples):
             return Sampled(np.empty(0, np.int64), [], kept=np.empty(0, np.int64))
         logits = self.model.logits(hidden[upload(samples, hidden.device)])
-        positions = batch.positions[samples] + 1  # of the token being drawn
+        positions = batch.positions_of(samples, batch.sample_requests) + 1  # of the token being drawn
         return self.verifier(logits, batch.rows[batch.sample_requests], positions, batch.draft_tokens)
 
     def _report(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from minivllm.runner.dummies import DummyBatches
 from minivllm.runner.forward import ForwardOptions
 from minivllm.runner.forward_graphs import Graphed, Setting
 from minivllm.runner.inputs import BatchKey, InputBuilder, InputSizes, Rows
+from minivllm.runner.inputs_place import place_inputs
 from minivllm.runner.late import stay_on_device
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
@@ -87,6 +89,7 @@ class Parts:
     forwards: Registry
     graphs: Registry
     inputs: Registry
+    device_inputs: Registry  # the forms of some of them whose tables are on the device
     make_grammars: Callable[[Path, int], GrammarCompiler]  # from the tokenizer's folder and the vocabulary's size
     make_proposer: MakeProposer
     make_acceptance: MakeAcceptance
@@ -105,6 +108,7 @@ class Worker:
         self.kernels = Dispatch(config.runner.kernels, self.device)
         loaded = self._load()
         name, backend_class = self._choose_attention(loaded.model.attention_layers)
+        self._make_inputs = self._place_inputs(backend_class)
         recipe = parts.make_proposer(config, loaded, self.dtype, self.device)
         kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
         self._rotate_in_kernel(loaded.model, backend_class)
@@ -150,6 +154,13 @@ class Worker:
         self._decide("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
 
+    def _place_inputs(self, backend_class: type[AttentionBackend]) -> Callable[[InputSizes], InputBuilder]:
+        name, parts = self.config.runner.inputs, self.parts
+        placed = place_inputs(name, parts.inputs, parts.device_inputs, self.device, backend_class, self.kernels)
+        if placed.reason is not None:
+            self._decide("runner.inputs", name, placed.reason)
+        return placed.make
+
     def _rotate_in_kernel(self, model: torch.nn.Module, backend_class: type[AttentionBackend]) -> None:
         """Where the model and its attention backend can, and the kernel is used. Before any forward is made."""
         if not (hasattr(model, "rotate_in_kernel") and hasattr(backend_class, "turn_and_attend")):
@@ -177,7 +188,8 @@ class Worker:
         attention = backend_class(layers, spec, 1, self.device)
         sizes = self._input_sizes(Sizes(num_blocks=0, num_host_blocks=0, max_model_len=longest))  # the spare one alone
         graphed, most = self._forward(loaded.model, attention, sizes), budget_of(self.config, longest)
-        rehearse(loaded.model, graphed, attention.kv_shape(1), spec.dtype, sizes, most)
+        with nullcontext(self._make_inputs(sizes)):  # its tables may take the device's memory, beside the forwards
+            rehearse(loaded.model, graphed, attention.kv_shape(1), spec.dtype, sizes, most)
 
     def _size(self, spec: KVSpec, model_limit: int, forwards: int) -> Sizes:
         """The pools and the longest request that they allow. forwards: bytes that they take."""
@@ -198,7 +210,7 @@ class Worker:
         shape = backend.kv_shape(sizes.num_blocks + 1)
         device_caches = [zeros(shape, kv_dtype, self.device, config.kv.prefault) for _ in model.attention_layers]
         adapters = self._adapters(model)  # first: a forward that is traced must see them
-        inputs = self._inputs(sizes)
+        inputs = self._make_inputs(self._input_sizes(sizes))
         sampler = self._sampler(loaded)
         proposer = recipe.make(
             Target(
@@ -241,9 +253,6 @@ class Worker:
             block_moves=BlockMoves(*places, move),
             adapters=adapters,
         )
-
-    def _inputs(self, sizes: Sizes) -> InputBuilder:
-        return self.parts.inputs.get(self.config.runner.inputs)(self._input_sizes(sizes))
 
     def _input_sizes(self, sizes: Sizes) -> InputSizes:
         max_rows, block_size = self.config.scheduler.max_num_seqs, self.config.kv.block_size

@@ -40,6 +40,7 @@ from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.plan import Join, StepPlan
 from minivllm.sampling.sampler import Pick
 from minivllm.spec_decode.base import Drafts, Target
+from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -121,9 +122,9 @@ class DraftModelProposer:
         context = ForwardContext(
             self.attention, self.attention.prepare(batch), self._caches, self.model.attention_layers
         )
-        token_ids = torch.from_numpy(batch.token_ids).to(self._caches[0].device)
+        device = self._caches[0].device
         with forward_context(context):
-            return self.model(token_ids, torch.from_numpy(batch.positions).to(token_ids.device))
+            return self.model(upload(batch.token_ids, device), upload(batch.positions, device))
 
     def _settle(self, plan: StepPlan, rows: Mapping[str, int], tokens: Drafts) -> dict[str, int]:
         """How many of each request's tokens the target has computed and kept; learns from what became of drafts."""
@@ -173,7 +174,7 @@ class DraftModelProposer:
             return {}
         logits = self.logits(hidden[torch.from_numpy(batch.sample_tokens).to(hidden.device)])
         rows = batch.rows[batch.sample_requests]
-        tokens = self._choose(logits, rows, batch.positions[batch.sample_tokens] + 1)
+        tokens = self._choose(logits, rows, batch.positions_of(batch.sample_tokens, batch.sample_requests) + 1)
         return {batch.req_ids[i]: t for i, t in zip(batch.sample_requests.tolist(), tokens.tolist(), strict=True)}
 
     def _choose(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:

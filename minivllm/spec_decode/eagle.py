@@ -40,6 +40,7 @@ from minivllm.models.spec import ModelSpec
 from minivllm.plan import Join, StepPlan
 from minivllm.spec_decode.base import Drafts, Target
 from minivllm.spec_decode.draft_model import DraftModelProposer
+from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -151,15 +152,13 @@ class EagleProposer(DraftModelProposer):
         blank = torch.zeros(len(batch.token_ids), self.model.spec.hidden_size, dtype=self._caches[0].dtype)
         return self._run(batch, batch.token_ids, blank.to(self._caches[0].device))
 
-    def _run(self, batch: InputBatch, token_ids: np.ndarray, hidden: Tensor) -> Tensor:
+    def _run(self, batch: InputBatch, token_ids: np.ndarray | Tensor, hidden: Tensor) -> Tensor:
         context = ForwardContext(
             self.attention, self.attention.prepare(batch), self._caches, self.model.attention_layers
         )
         device = hidden.device
         with forward_context(context):
-            return self.model(
-                torch.from_numpy(token_ids).to(device), torch.from_numpy(batch.positions).to(device), hidden
-            )
+            return self.model(upload(token_ids, device), upload(batch.positions, device), hidden)
 
     def _catch_up(self, rows: Mapping[str, int], ends: Mapping[str, int], known: Mapping[str, int]) -> Drafts:
         """Pairs of all tokens that the target kept in this step; the newest gives the first draft."""
@@ -185,11 +184,12 @@ class EagleProposer(DraftModelProposer):
 
     def _guess(self, out: Tensor, batch: InputBatch, requests: Iterable[int], where: np.ndarray) -> dict[str, int]:
         """The token that follows each of the pairs `where`, which belong to these requests of the batch."""
-        requests = list(requests)
-        if not requests:
+        requests = np.asarray(list(requests), np.int64)
+        if not len(requests):
             return {}
         states = out[torch.from_numpy(where).to(out.device)]
-        tokens = self._choose(self.logits(states), batch.rows[requests], batch.positions[where] + 2).tolist()
-        req_ids = [batch.req_ids[i] for i in requests]
+        positions = batch.positions_of(where, requests) + 2  # of what follows a pair
+        tokens = self._choose(self.logits(states), batch.rows[requests], positions).tolist()
+        req_ids = [batch.req_ids[i] for i in requests.tolist()]
         self.states.update(zip(req_ids, states, strict=True))
         return dict(zip(req_ids, tokens, strict=True))

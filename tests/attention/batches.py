@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,12 @@ def quantised(x: Tensor) -> Tensor:
     return torch.round(x.float() * inverse) * (largest / 127)
 
 
+def on_device(batch: InputBatch, device: torch.device) -> InputBatch:
+    """As a builder makes it whose tables are there."""
+    names = "token_ids", "positions", "slot_mapping", "block_tables"
+    return replace(batch, **{name: torch.from_numpy(getattr(batch, name).copy()).to(device) for name in names})
+
+
 @dataclass
 class Case:
     """Requests as (tokens computed earlier, tokens of this step), each with its whole q, k and v."""
@@ -40,6 +46,7 @@ class Case:
     spare_columns: int = 0  # by which the block table is wider than needed
     seed: int = 0
     kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
+    device: torch.device | None = None  # where the columns are that a builder may have there; None: they are numpy's
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -65,7 +72,7 @@ class Case:
         slots = [self.slot(r, p) for r, (begin, end) in spans.items() for p in range(begin, end)]
         positions = [p for begin, end in spans.values() for p in range(begin, end)]
         query_start = np.cumsum([0] + [end - begin for begin, end in spans.values()]).astype(np.int32)
-        return InputBatch(
+        batch = InputBatch(
             req_ids=[str(r) for r in spans],
             rows=np.array(list(spans)),
             token_ids=np.zeros(len(slots) + padding, np.int64),
@@ -81,6 +88,7 @@ class Case:
             max_query=int(np.diff(query_start).max()),
             max_seq=max(end for _, end in spans.values()),
         )
+        return batch if self.device is None else on_device(batch, self.device)
 
     def inputs(self, spans: dict[int, tuple[int, int]], padding: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of those positions; padding rows are NaN."""

@@ -208,6 +208,17 @@ def test_the_builders_arrays_may_change_after_prepare(backend_class):
     torch.testing.assert_close(out.double(), case.expected(), **ATTENTION[case.dtype])
 
 
+@pytest.mark.parametrize("requests", [MIXED, [(40, 1), (16, 1)], [(0, 7), (3, 2)]], ids=str)
+def test_columns_may_be_on_the_device(requests):
+    assert_right(ReferenceAttention, Case(spec(), requests, padding=3, spare_columns=5, device=CPU))
+
+
+def test_nothing_is_waited_for_to_prepare_from_columns_on_the_device(apart):
+    case = Case(spec(), MIXED, padding=3, device=apart)
+    backend = ReferenceAttention([case.spec], case.kv_spec, case.num_blocks + 1, apart)
+    assert backend.prepare(case.batch(case.now, 3)).slots.device == apart
+
+
 def test_sixteen_bit_cpus_without_16_bit_products_compute_in_float32(sdpa_class, monkeypatch):
     monkeypatch.setattr(sdpa, "matmul_dtype", lambda dtype, device: torch.float32)
     for dtype in (torch.float16, torch.bfloat16):

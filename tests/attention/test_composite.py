@@ -86,8 +86,9 @@ def test_only_the_batchs_slots_are_written():
     assert changed.sum() == 2 * sum(new for _, new in case.requests) * case.spec.num_kv_heads * case.spec.head_size
 
 
-def test_a_part_of_a_batch_is_a_batch():
-    case = Case(spec(), MIXED, padding=2)
+@pytest.mark.parametrize("device", [None, CPU], ids=["host", "device"])
+def test_a_part_of_a_batch_is_a_batch(device):
+    case = Case(spec(), MIXED, padding=2, device=device)
     batch = case.batch(case.now, case.padding)
     for part, count in zip(split(batch, CPU), (1, None), strict=True):
         own = batch_of(batch, part)
@@ -99,6 +100,14 @@ def test_a_part_of_a_batch_is_a_batch():
                 assert np.array_equal(getattr(own, name)[rows], getattr(batch, name)[whole])
             assert own.seq_lens[i] == batch.seq_lens[r] and own.req_ids[i] == batch.req_ids[r]
             assert np.array_equal(own.block_tables[i], batch.block_tables[r])
+
+
+def test_a_pair_takes_columns_on_the_device_if_both_do(apart):
+    assert pair(FlexBackend, Second).host_tables and not pair(First, Second).host_tables
+    assert_right(pair(First, Second), Case(spec(), MIXED, padding=2, device=CPU))
+    case = Case(spec(), MIXED, padding=2, device=apart)
+    backend = pair(First, Second)([case.spec], case.kv_spec, case.num_blocks + 1, apart)
+    assert backend.prepare(case.batch(case.now)).shares[1].meta.tables.device == apart
 
 
 def test_rows_that_lie_together_are_a_view():

@@ -59,6 +59,19 @@ def test_windows_and_soft_caps(name, block_size, options):
     right(name, spec(head_size=64, **options), MIXED, block_size, torch.float16)
 
 
+@pytest.mark.parametrize("requests", [MIXED, [(40, 1), (16, 1)], [(0, 7), (3, 2)]], ids=str)
+@pytest.mark.parametrize("name, block_size", CASES)
+def test_columns_may_be_on_the_device(name, block_size, requests):
+    right(name, spec(head_size=64), requests, block_size, torch.float16, padding=3, spare_columns=5, device=CPU)
+
+
+@pytest.mark.parametrize("generation", [FlashAttention2(libraries.FlashAttn2), FlashAttention3(libraries.FlashAttn3)])
+def test_nothing_is_waited_for_to_prepare_from_columns_on_the_device(generation, apart):
+    case = Case(spec(head_size=64), MIXED, 256, torch.float16, padding=3, device=apart)
+    backend = FlashBackend([case.spec], case.kv_spec, case.num_blocks + 1, apart, generation)
+    assert backend.prepare(case.batch(case.now, 3)).others.tables.device == apart
+
+
 @pytest.mark.parametrize("name, block_size", CASES)
 def test_a_scale_of_its_own(name, block_size):
     right(name, replace(spec(head_size=64), scale=0.3), MIXED, block_size, torch.float16)

@@ -45,6 +45,18 @@ def test_decodes_prefills_and_chunks_mix_in_one_batch(dtype):
     right(spec(), MIXED, dtype=dtype, padding=3, spare_columns=5)
 
 
+@pytest.mark.parametrize("requests", [SEVERAL, [(40, 1), (16, 1)]], ids=str)
+def test_columns_may_be_on_the_device(requests):
+    right(spec(), requests, padding=3, spare_columns=5, device=CPU)
+
+
+def test_nothing_is_waited_for_to_prepare_from_columns_on_the_device(apart):
+    case = Case(spec(), SEVERAL, padding=3, device=apart)
+    backend = TritonAttention([case.spec], case.kv_spec, case.num_blocks + 1, apart, SMALL, 1)
+    meta = backend.prepare(case.batch(case.now, 3))
+    assert {x.device for x in (meta.slots, meta.decodes.tables, meta.others.tables)} == {apart}
+
+
 @pytest.mark.parametrize("num_sms", [1, 3, 40])
 def test_splits_of_unequal_requests(num_sms):
     """Some requests are too short for some of the splits, whose scratch is then never written."""

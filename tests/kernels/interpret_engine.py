@@ -11,12 +11,14 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.kernels.cpu import build
 from minivllm.kernels.dispatch import Dispatch
-from minivllm.kernels.triton import elementwise
+from minivllm.kernels.triton import elementwise, gather
 from minivllm.kernels.triton.interpreted import INTERPRETED
+from minivllm.runner import inputs_place
 from minivllm.runner.forward_graphs import FullForward
 
 assert INTERPRETED
 CODES = ["int8", "float8_e4m3fn"]
+GATHERING = "staged writes", "gather inputs", "gather rows"
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
 SMALL |= {"executor.num_threads": 1, "scheduler.max_num_batched_tokens": 24, "scheduler.max_num_seqs": 2}
 
@@ -105,3 +107,25 @@ def test_norm_rotation_and_cache_write_in_one_launch(kv, monkeypatch):
         monkeypatch.setattr(elementwise, name, refuse)
     assert generate("triton", kv, num_shared=5, **{"runner.forward": "eager"}) == expected
     assert num_launches >= 2 * 4
+
+
+def test_inputs_that_are_gathered_from_tables_on_the_device(monkeypatch):
+    """What attention, its captures and the model read of a step comes from the kernels alone."""
+    num_launches = dict.fromkeys(("write_rows", "gather_tokens", "gather_rows"), 0)
+
+    def counted(name):
+        inner = getattr(gather, name)
+
+        def call(*args):
+            num_launches[name] += 1
+            return inner(*args)
+
+        return call
+
+    for name in num_launches:
+        monkeypatch.setattr(gather, name, counted(name))
+    monkeypatch.setattr(inputs_place, "is_apart", lambda device: True)
+    monkeypatch.setattr(Dispatch, "uses", lambda self, name, proof: name in GATHERING)
+    options = {"runner.inputs": "gather", "engine.overlap": 2}
+    assert generate("triton", graphs="full", **options) == wanted("auto")
+    assert num_launches["gather_tokens"] == num_launches["gather_rows"] > num_launches["write_rows"] > 2

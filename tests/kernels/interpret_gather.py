@@ -3,20 +3,28 @@ test_interpreter.py."""
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
+from fakes import FakeEngine
+from runner.test_inputs import Both
 from torch import Tensor
 
 from minivllm.kernels import twins
+from minivllm.kernels.dispatch import Dispatch
 from minivllm.kernels.triton import gather
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.plan import Join, StepPlan
 from minivllm.request import SamplingParams
+from minivllm.runner import tables_device
 from minivllm.runner.inputs import BatchKey, InputSizes
+from minivllm.runner.inputs_gather import GatherInputs
 from minivllm.runner.inputs_persistent import PersistentInputs
 
 assert INTERPRETED
+CPU = torch.device("cpu")
 
 
 def int32(*shape: int) -> Tensor:
@@ -52,22 +60,29 @@ def test_rows_equal_the_twins(columns, width):
 def test_staged_writes_equal_the_twins():
     """New rows over longer old ones, rows that grow, a write of nothing, one of more than a program's piece."""
     table = int32(6, 300)
-    staged, wanted = gather.StagedRows(table.clone()), table.clone()
+    wanted = table.clone()
     writes = [(4, 0, [7, 8, 9], 40), (1, 20, [5], 0), (5, 0, list(range(200)), 290), (0, 300, [], 0), (2, 0, [], 3)]
-    for write in writes:
-        staged.stage(*write)
-    assert torch.equal(staged.table, table)
-    staged.apply()
+    gather.write_rows(table, writes)
     twins.write_rows(wanted, writes)
-    assert torch.equal(staged.table, wanted)
-    staged.apply()  # nothing is left
-    staged.stage(4, 3, [1])
-    staged.stage(4, 4, [2, 3])  # goes on
-    with pytest.raises(AssertionError, match="row 4"):
-        staged.stage(4, 9, [1])
-    staged.apply()
-    twins.write_rows(wanted, [(4, 3, [1, 2, 3], 0)])
-    assert torch.equal(staged.table, wanted)
+    assert torch.equal(table, wanted)
+
+
+@pytest.mark.parametrize("budget, preempt_every", [(512, 0), (9, 3)])
+def test_batches_equal_those_of_a_fresh_rebuild(budget, preempt_every):
+    """Over the tables of runner.inputs=gather, after any sequence of joins and leaves."""
+    overrides = {"scheduler.max_num_batched_tokens": budget, "debug.preempt_every": preempt_every}
+    overrides |= {"spec_decode.method": "suffix", "scheduler.max_num_seqs": 5}
+    engine = FakeEngine(24, max_model_len=40, **overrides)
+    sizes, kernels = engine.worker.sizes, Dispatch("triton", CPU)
+    launches = tables_device.choose_launches(kernels, sizes.block_size)
+    assert not set(launches) & set(tables_device.TORCH)
+    engine.worker.inputs = both = Both(GatherInputs(sizes, tables_device.DeviceTables(sizes, CPU, launches)))
+    rng = random.Random(0)
+    for i in range(30):
+        engine.add(str(i), [rng.randrange(3) for _ in range(rng.randrange(1, 30))], max_tokens=rng.randrange(1, 12))
+        engine.step()
+    engine.run()
+    assert both.num_compared > 20
 
 
 def test_a_step_of_the_engine_comes_out_as_on_the_host():

@@ -14,7 +14,8 @@ from torch.nn import functional
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.kernels.dispatch import Dispatch
-from minivllm.kernels.triton import draw, elementwise, lora, w4a16
+from minivllm.kernels.triton import draw, elementwise, gather, lora, w4a16
+from minivllm.kernels.triton import proofs as shared
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.lora import layer
 from minivllm.quantization import packed
@@ -128,6 +129,9 @@ def test_every_proof_holds_and_each_sees_a_kernel_that_is_wrong(monkeypatch):
         "lora": lambda device: layer.proves_triton(device, dtype),
         "w4a16 linear": lambda device: packed.proves_triton(device, dtype),
         "block copy": block_copy._proof,
+        "gather inputs": lambda device: shared.gather_tokens(device, 16),
+        "gather rows": shared.gather_rows,
+        "staged writes": shared.write_rows,
     }
 
     def outcomes() -> tuple[list[bool], Dispatch]:
@@ -148,7 +152,10 @@ def test_every_proof_holds_and_each_sees_a_kernel_that_is_wrong(monkeypatch):
     monkeypatch.setattr(w4a16.Matrix, "multiply", lambda *args: 1 // 0)
     inner = elementwise.BlockCopier.__call__
     monkeypatch.setattr(elementwise.BlockCopier, "__call__", lambda copier, pairs: inner(copier, pairs[:1]))
+    monkeypatch.setattr(gather, "gather_tokens", lambda *args, block_size, spare_block: args[-1])
+    monkeypatch.setattr(gather, "gather_rows", lambda table, rows, out: out.zero_())
+    monkeypatch.setattr(gather, "write_rows", lambda table, writes: None)
     used, dispatch = outcomes()
     value, reason = dispatch.decision
-    assert not any(used) and value == "torch" and reason.count("differs from its twin") == 5
+    assert not any(used) and value == "torch" and reason.count("differs from its twin") == 8
     assert "w4a16 linear in torch (ZeroDivisionError" in reason

@@ -1,17 +1,35 @@
 """Every input builder equals a fresh rebuild, field by field, after any sequence of joins and leaves."""
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+import torch
 from fakes import FakeEngine
 
 from minivllm.features import INPUT_BUILDERS
-from minivllm.runner.batch import InputBatch
-from minivllm.runner.inputs import BatchKey
-from minivllm.runner.inputs_gather import StagedWrites
+from minivllm.plan import Join, StepPlan
+from minivllm.request import SamplingParams
+from minivllm.runner import tables_device
+from minivllm.runner.batch import InputBatch, pad_requests
+from minivllm.runner.inputs import BatchKey, InputSizes
+from minivllm.runner.inputs_gather import GatherInputs
 from minivllm.runner.inputs_rebuild import RebuildInputs
+from minivllm.runner.tables import StagedWrites
+from minivllm.runner.tables_device import DeviceTables, StagedRows
+
+CPU = torch.device("cpu")
+DEVICE_COLUMNS = "token_ids", "positions", "slot_mapping", "block_tables"
+
+
+def on_device(sizes: InputSizes, device: torch.device = CPU) -> GatherInputs:
+    """The form of runner.inputs=gather whose tables are on the device, without Triton."""
+    return GatherInputs(sizes, DeviceTables(sizes, device, tables_device.TORCH))
+
+
+def on_host(batch: InputBatch) -> InputBatch:
+    return replace(batch, **{name: np.asarray(getattr(batch, name)) for name in DEVICE_COLUMNS})
 
 
 class Both:
@@ -26,7 +44,7 @@ class Both:
         self.rebuild.apply(plan, rows)
 
     def build(self, plan, key):
-        fast, slow = self.fast.build(plan, key), self.rebuild.build(plan, key)
+        fast, slow = on_host(self.fast.build(plan, key)), self.rebuild.build(plan, key)
         for field in fields(InputBatch):
             a, b = getattr(fast, field.name), getattr(slow, field.name)
             assert np.array_equal(a, b), f"{field.name}: {a} != {b}"
@@ -40,16 +58,17 @@ class Both:
         self.rebuild.append(batch, requests, tokens)
 
 
-@pytest.mark.parametrize("inputs", ["persistent", "gather"])
+@pytest.mark.parametrize("inputs", ["persistent", "gather", "gather on the device"])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("budget, preempt_every", [(512, 0), (7, 0), (64, 3)])
 @pytest.mark.parametrize("method", ["none", "suffix"])
 def test_fast_builders_equal_rebuild(inputs, seed, budget, preempt_every, method):
     rng = random.Random(seed)
     overrides = {"scheduler.max_num_batched_tokens": budget, "debug.preempt_every": preempt_every}
-    overrides |= {"runner.inputs": inputs, "spec_decode.method": method}
+    overrides |= {"runner.inputs": inputs.partition(" ")[0], "spec_decode.method": method}
     engine = FakeEngine(24, max_model_len=40, **{"scheduler.max_num_seqs": 5, **overrides})
-    engine.worker.inputs = both = Both(engine.worker.inputs)
+    fast = on_device(engine.worker.sizes) if "device" in inputs else engine.worker.inputs
+    engine.worker.inputs = both = Both(fast)
     for i in range(40):
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
         engine.add(str(i), prompt, max_tokens=rng.randrange(1, 12))
@@ -105,5 +124,106 @@ def test_a_row_that_is_given_out_again_keeps_nothing_of_its_past():
     engine.run()
     engine.add("short", [1, 2], max_tokens=9, min_tokens=9)
     engine.step()
-    tables = engine.worker.inputs.block_tables.array
+    tables = engine.worker.inputs.tables.block_tables.array
     assert tables.shape[0] == 1 and np.count_nonzero(tables) <= 1
+
+
+# ---------------------------------------------------------------- tables on the device
+
+SIZES = InputSizes(max_rows=6, max_model_len=40, block_size=4, spare_block=50)
+
+
+class Told:
+    """Two builders that are told the same; batches are compared by whoever asks."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.host = on_device(SIZES, device), RebuildInputs(SIZES)
+
+    def apply(self, plan, rows):
+        self.device.apply(plan, rows)
+        self.host.apply(plan, rows)
+
+    def build(self, plan, key):
+        return self.device.build(plan, key), self.host.build(plan, key)
+
+    def join(self, lengths: dict[str, int]) -> None:
+        """Each in another row than its place, with blocks for 8 tokens more."""
+        joins = [Join(name, list(range(7, 7 + n)), n, SamplingParams()) for name, n in lengths.items()]
+        blocks = {name: [*range(9 * i, 9 * i + min(2 + -(-n // 4), 10))] for i, (name, n) in enumerate(lengths.items())}
+        self.apply(StepPlan(0, joins=joins, new_blocks=blocks), [3, 0, 4, 1, 2][: len(joins)])
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize("padded", [3, 4, 8])
+def test_a_whole_forward_is_gathered_with_its_padding(padded, num_drafts):
+    """What is read of it equals the host's, which is padded behind its building."""
+    both, queries = Told(CPU), 1 + num_drafts
+    both.join({"a": 5, "b": 9, "c": 12})
+    start = {"a": 4, "b": 8, "c": 11}
+    drafts = {name: [60 + at, 61 + at] for name, at in start.items()} if num_drafts else {}
+    plan = StepPlan(1, dict.fromkeys(start, queries), start, drafts=drafts)
+    key = BatchKey(padded * queries, queries)
+    device, host = (pad_requests(batch, SIZES, batch.block_tables.shape[1]) for batch in both.build(plan, key))
+    real, device = 3 * queries, on_host(device)
+    for name in ("query_start", "seq_lens", "sample_tokens", "sample_requests", "draft_tokens", "slot_mapping"):
+        assert np.array_equal(getattr(device, name), getattr(host, name)), name
+    assert np.array_equal(device.token_ids, host.token_ids)
+    assert np.array_equal(device.positions[:real], host.positions[:real])
+    assert np.array_equal(device.block_tables[:3], host.block_tables[:3])
+    assert (device.block_tables[3:, 0] == SIZES.spare_block).all()
+    assert device.block_tables.shape == host.block_tables.shape
+
+
+def test_nothing_is_waited_for_and_every_size_is_known_to_the_host(apart):
+    both = Told(apart)
+    both.join({"a": 5, "b": 9, "c": 40, "d": 12})
+    drafts = {"b": [5], "a": [5, 6]}
+    steps = [
+        (StepPlan(1, {"a": 5, "b": 9}, {"a": 0, "b": 0}), BatchKey(16)),
+        (StepPlan(2, {"b": 2, "c": 40, "a": 3}, {"b": 9, "c": 0, "a": 5}, drafts=drafts), BatchKey(45)),
+        (StepPlan(3, {"a": 1, "b": 1}, {"a": 8, "b": 11}, leaves=["c"], new_blocks={"a": [44]}), BatchKey(3, 1)),
+    ]
+    for plan, key in steps:
+        both.apply(plan, [])
+        device, host = both.build(plan, key)
+        num_requests = key.num_tokens // key.queries if key.whole else host.num_requests
+        for name in DEVICE_COLUMNS:
+            a, b = getattr(device, name), getattr(host, name)
+            shape = (num_requests, b.shape[1]) if name == "block_tables" else b.shape
+            assert a.device == apart and a.shape == shape and str(a.dtype) == f"torch.{b.dtype}", name
+        tokens = np.arange(len(device.sample_requests))
+        both.device.append(device, device.sample_requests, torch.from_numpy(tokens).to(apart))
+        both.host.append(host, host.sample_requests, tokens)
+
+
+def test_a_last_token_behind_the_longest_length_has_no_place_in_the_next_row():
+    both = Told(CPU)
+    both.join({"a": 40, "b": 9})
+    plan = StepPlan(1, {"a": 40, "b": 9}, {"a": 0, "b": 0})
+    device, _ = both.build(plan, BatchKey(49))
+    before = both.device.tables.token_ids.table.clone()
+    both.device.append(device, device.sample_requests, torch.tensor([77, 78]))
+    changed = both.device.tables.token_ids.table != before
+    assert changed.nonzero().tolist() == [[0, 9]] and both.device.tables.token_ids.table[0, 9] == 78
+
+
+def test_pieces_of_one_row_are_one_write_and_the_row_is_cleared_behind_them():
+    table, sent = torch.full((3, 9), -1, dtype=torch.int32), []
+
+    def write(table, writes):
+        sent.append(writes)
+        tables_device.write_rows(table, writes)
+
+    staged = StagedRows(table, write)
+    staged.stage(2, 0, (), clear_to=7)  # somebody leaves
+    staged.stage(2, 0, [5, 6])  # somebody else has the row
+    staged.stage(0, 8, [4])
+    staged.stage(2, 2, [8])
+    with pytest.raises(AssertionError, match="row 2"):
+        staged.stage(2, 5, [1])
+    with pytest.raises(AssertionError):
+        staged.stage(0, 9, [1])  # the next row
+    staged.write()
+    staged.write()
+    assert len(sent) == 1 and len(sent[0]) == 2
+    assert table.tolist() == [[-1] * 8 + [4], [-1] * 9, [5, 6, 8, 0, 0, 0, 0, -1, -1]]
