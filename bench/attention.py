@@ -67,8 +67,8 @@ def make_batch(tables: np.ndarray, seq_lens: np.ndarray, num_queries: int, block
 
 
 def random_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    if dtype == torch.int8:
-        return torch.full(shape, 60, dtype=dtype)  # four such bytes are a scale of 0.0115, no denormal
+    if dtype.itemsize == 1:
+        return torch.full(shape, 60, dtype=torch.int8).view(dtype)  # four such bytes are a scale of 0.0115, no denormal
     return torch.randn(shape, dtype=dtype)
 
 
@@ -141,7 +141,7 @@ def main() -> None:
     args.add_argument("--backends", nargs="+", default=["cpu", "sdpa"], choices=ATTENTION.names())
     args.add_argument("--shape", default="smollm2-135m", choices=SHAPES)
     args.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    args.add_argument("--kv-dtype", default="auto", choices=["auto", "int8"])
+    args.add_argument("--kv-dtype", default="auto", choices=["auto", "int8", "float8_e4m3fn"])
     args.add_argument("--decode", nargs="*", default=["1x200", "8x200", "32x200", "64x500"], help="requests x length")
     args.add_argument("--prefill", nargs="*", default=["1x128", "1x1000", "4x512"], help="requests x length")
     args.add_argument("--mixed", action="store_true", help="decodes of lengths from a quarter of it to all of it")
@@ -153,7 +153,7 @@ def main() -> None:
     args = args.parse_args()
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
-    kv_dtype = dtype if args.kv_dtype == "auto" else torch.int8
+    kv_dtype = dtype if args.kv_dtype == "auto" else getattr(torch, args.kv_dtype)
     results = []
     for label, seq_lens, num_queries in [*cases(args.decode, True, args.mixed), *cases(args.prefill, False, False)]:
         tables = block_tables(args.blocks, len(seq_lens), -(-int(seq_lens.max()) // args.block_size))

@@ -175,7 +175,7 @@ def tell(results: dict[str, Any]) -> str:
             continue
         equal = next((i for i, (a, b) in enumerate(zip(base, found["token_ids"], strict=False)) if a != b), len(base))
         lines.append(
-            f"kv.dtype={option:13} {found['pool_tokens']:5,} tokens in {results['engine']['pool']}; "
+            f"kv.dtype={option:5} {found['pool_tokens']:5,} tokens in {results['engine']['pool']}; "
             f"the first {equal} of {len(base)} tokens equal those of auto"
         )
     return "\n".join(lines) + "\n"

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from minivllm.plan import StepPlan
-from minivllm.runner.block_copy import TorchMove
+from minivllm.runner.block_copy import TorchMove, obstacle_of
 from minivllm.runner.block_moves import BlockMoves
+from minivllm.runner.worker import host_cache
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -43,3 +44,31 @@ def test_a_step_without_moves_touches_nothing():
 def test_a_move_is_measured_in_seconds_a_block():
     device, host = ([torch.zeros(8, 1000)] for _ in range(2))
     assert 0 < BlockMoves(device, host, 0, TorchMove(0)).measure() < 1
+
+
+class OnAGPU:
+    """What is asked of a cache before anything is moved."""
+
+    device, dtype, itemsize = torch.device("cuda"), torch.float16, 2
+    shape = torch.Size([2, 9, 2, 16, 64])
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def __getitem__(self, at):
+        return torch.empty(self.shape, device="meta")[at]
+
+
+def test_a_kernel_moves_blocks_between_a_gpu_and_pinned_memory_alone(monkeypatch):
+    asked, inner = [], torch.zeros
+
+    def zeros(shape, dtype, pin_memory):
+        asked.append(pin_memory)
+        return inner(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    host = host_cache(OnAGPU(), 1, 5)
+    assert asked == [True] and host.shape == (2, 5, 2, 16, 64) and host.dtype == torch.float16
+    assert obstacle_of([OnAGPU()], [host], 1) == "the host's caches are not pinned"
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    assert obstacle_of([OnAGPU()], [host], 1) is None
