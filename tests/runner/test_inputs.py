@@ -227,3 +227,22 @@ def test_pieces_of_one_row_are_one_write_and_the_row_is_cleared_behind_them():
     staged.write()
     assert len(sent) == 1 and len(sent[0]) == 2
     assert table.tolist() == [[-1] * 8 + [4], [-1] * 9, [5, 6, 8, 0, 0, 0, 0, -1, -1]]
+
+
+def test_what_is_sent_begins_where_16_bytes_do_whatever_the_number_of_requests():
+    """Else Triton would compile another kernel for some numbers, when a step first has them."""
+    offsets = []
+
+    def watched(tokens, tables, *arguments):
+        sent = arguments[:3]  # rows, starts, query_start
+        offsets.append([(tensor.data_ptr() - sent[0].data_ptr()) % 16 for tensor in sent])
+        return tables_device.gather_tokens(tokens, tables, *arguments)
+
+    launches = tables_device.TORCH._replace(gather_tokens=watched)
+    builder = GatherInputs(SIZES, DeviceTables(SIZES, CPU, launches))
+    names = "abcde"
+    joins = [Join(name, [1, 2, 3], 3, SamplingParams()) for name in names]
+    builder.apply(StepPlan(0, joins=joins, new_blocks={name: [i] for i, name in enumerate(names)}), range(5))
+    for n in range(1, 6):
+        builder.build(StepPlan(1, dict.fromkeys(names[:n], 3), dict.fromkeys(names[:n], 0)), BatchKey(3 * n))
+    assert offsets == [[0, 0, 0]] * 5

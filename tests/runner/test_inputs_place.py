@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from lora.adapters import write_adapter
+from runner import test_late
 from runner.test_late import LateCopies, tokens_of
 
 from minivllm import LLM, SamplingParams
@@ -142,3 +143,10 @@ def test_adapters_are_those_of_the_requests(tables_apart, stream, tmp_path):
     host = tokens(**{"runner.inputs": "rebuild"})
     assert host[0] != host[1] != host[2] and host[1] == host[3][:9]
     assert tokens(**{"runner.inputs": "gather", "runner.graphs": "full"}) == host
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_aborts_and_failing_steps_leave_the_others_their_tokens(seed, tables_apart, stream, monkeypatch):
+    """What a step left in the tables that failed behind its launch is nobody's."""
+    run = test_late.test_aborts_and_failing_steps_leave_the_others_their_tokens
+    run("gather", "full+piecewise", seed, [stream], monkeypatch)
