@@ -22,14 +22,15 @@ from attention import block_tables, make_batch
 from common import emit, note, parser, spread
 
 from minivllm import LLM
+from minivllm.compile.forms import form_for
 from minivllm.compile.program import Bound
-from minivllm.compile.store import Store, program_key
-from minivllm.compile.trace import skeleton, tensors_of
+from minivllm.compile.store import Store
+from minivllm.compile.trace import tensors_of
 from minivllm.config import DEFAULT_MODEL
 from minivllm.loading.cache import Cache
 from minivllm.machine import num_cores
 from minivllm.runner.batch import InputBatch
-from minivllm.runner.compile_job import Build, Job
+from minivllm.runner.compile_job import Build, job_for
 from minivllm.runner.forward_fused import FusedModel, unavailable
 from minivllm.runner.runner import ModelRunner
 
@@ -76,9 +77,12 @@ def profile(runner: ModelRunner, forward: Any, batch: InputBatch, num_steps: int
     ]
 
 
+CPU = torch.device("cpu")
+
+
 def build_cold(model: torch.nn.Module, num_threads: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(skeleton(model), program_key(model, num_threads), Path(folder), num_threads, nice=0)
+        job = job_for(model, form_for(CPU), CPU, Path(folder), num_threads, nice=0)
         begin = time.perf_counter()
         failure = Build(job).wait()
         if failure:
@@ -88,8 +92,8 @@ def build_cold(model: torch.nn.Module, num_threads: int) -> float:
 
 def load_warm(model: torch.nn.Module, num_threads: int, cache: Path) -> float:
     begin = time.perf_counter()
-    store = Store(Cache(cache))
-    program = store.program(program_key(model, num_threads))
+    store = Store(Cache(cache), form_for(CPU))
+    program = store.program(job_for(model, store.form, CPU, cache, num_threads, nice=0).key)
     Bound(program, store.pieces(program), tensors_of(model), dict(model.named_modules()))
     return time.perf_counter() - begin
 
@@ -121,7 +125,7 @@ def main() -> None:
         raise SystemExit(how.reason)
     runner: ModelRunner = llm._core.executor.worker.runner
     forwards = {"eager": runner.model, "compiled": runner.forward._forward}
-    if (obstacle := unavailable(runner.model, torch.device("cpu"))) is None:
+    if (obstacle := unavailable(runner.model, CPU)) is None:
         forwards["fused"] = FusedModel(runner.model)
     else:
         note(f"fused: {obstacle}")

@@ -1,9 +1,11 @@
 """Part `ablation` of bench/gpu/run.py: each thing that is meant to be fast on a GPU switched back alone, and V0 and V1
 as they were. One engine with everything is kept; each other one is loaded beside it, and a round runs both, in turns
-who is first, and gives one ratio."""
+who is first, and gives one ratio. None of it has what the other one took to be ready: to load, warm up and capture, and
+to build its pieces if it is the first that has them."""
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from typing import Any, NamedTuple
 
@@ -38,9 +40,10 @@ SWITCHES = (
     Switch("V0, with graphs of whole decodes", preset_overrides("v0") | {"engine.overlap": 1, "runner.graphs": "full"}),
     Switch("V1 of 2025, its pieces not compiled", preset_overrides("v1") | _V1),
 )
-ON_A_GPU = (  # compiling takes minutes of a CPU
+ON_A_GPU = (  # compiling would take minutes of a CPU
     Switch("compiled, no graphs", _COMPILED | {"runner.graphs": "none"}),
     Switch("compiled, with graphs", _COMPILED),
+    Switch("compiled, with graphs of the pieces alone", _COMPILED | {"runner.graphs": "piecewise"}),
     Switch("V1 of 2025", preset_overrides("v1") | _V1 | _COMPILED),
     Switch("attention in torch", {"runner.attention": "sdpa"}, 16),
 )
@@ -72,7 +75,9 @@ def _compare(
     args: Namespace, device: torch.device, rows: Rows, model: str, requests: Requests, base: LLM, switch: Switch
 ) -> dict[str, Any]:
     requests = Requests(*(part[: switch.num_requests] for part in requests))
+    begin = time.perf_counter()
     other = make_llm(model, device, [requests], args.overrides | switch.changes)
+    ready = time.perf_counter() - begin
     sides = base, other
     try:
         _check(other, switch)
@@ -90,6 +95,7 @@ def _compare(
         other.shutdown()
     row = {"changes": ", ".join(f"{field}={value}" for field, value in switch.changes.items())}
     if device.type == "cpu":
-        return row | {"times as long": NOT_MEASURED, "outputs differ": num_different}
+        return row | {"times as long": NOT_MEASURED, "outputs differ": num_different, "ready in s": NOT_MEASURED}
     found = spread(ratios)
-    return row | {"times as long": found["median"], "outputs differ": num_different, "spread": found}
+    took = {"ready in s": round(ready, 1)}
+    return row | {"times as long": found["median"], "outputs differ": num_different} | took | {"spread": found}

@@ -185,7 +185,13 @@ class Captures:
         return min((size for size in self.sizes if size >= num_tokens), default=num_tokens)
 
     def inputs(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The size's own buffers, filled."""
+        """The size's own buffers, filled.
+
+        Inductor's kernels read inputs at multiples of 16 bytes, and its wrappers copy an input that lies elsewhere, in
+        each call. None does: these buffers, what one piece makes for the next and the model's weights each begin where
+        torch's allocator begins (at a multiple of 512 bytes on a GPU). Were one to, its copy would be captured with the
+        rest, and be right as long as the input stays in its place, which is asserted: slower, not wrong.
+        """
         size = len(token_ids)
         if size > self.sizes[0]:
             self._size = None

@@ -1,15 +1,16 @@
 """Programs and pieces on disk, each an entry of a cache that is built once and never seen half done.
 
-    program-<key>/program.json  key: the model's description, the source, versions and flags
-    piece-<hash>/piece.so       hash: the piece's text, versions and flags
+    program-<key>/program.json  key: the model's description, the source, versions, the machine and its flags
+    piece-<hash>/<form's file>  hash: the piece's text, versions, the machine and its flags
 
-Beside each file lies its digest: a library that was damaged would crash the process that loads it, so it is checked
-first, and an entry that fails is built again.
+Beside each file lies its digest: a library that was damaged would crash the process that loads it, and an artifact is
+unpickled, so it is checked first, and an entry that fails is built again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import platform
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,16 +21,19 @@ from torch import nn
 
 from minivllm.compile.opaque import is_traceable
 from minivllm.compile.program import Piece, Program
+from minivllm.machine import installed
 
 if TYPE_CHECKING:
+    from minivllm.compile.forms import Form
     from minivllm.loading.cache import Cache
 
-LIBRARY, PROGRAM, DIGEST = "piece.so", "program.json", "sha256"
+PROGRAM, DIGEST = "program.json", "sha256"
 
 
 class Store:
-    def __init__(self, cache: Cache):
+    def __init__(self, cache: Cache, form: Form):
         self.cache = cache
+        self.form = form
 
     def program(self, key: str) -> Program | None:
         """None: not there, or damaged. Likewise `piece`."""
@@ -37,8 +41,8 @@ class Store:
         return Program.from_json(path.read_text()) if path else None
 
     def piece(self, digest: str) -> Piece | None:
-        path = self._sound(f"piece-{digest}", LIBRARY)
-        return load_library(path) if path else None
+        path = self._sound(f"piece-{digest}", self.form.file)
+        return self.form.load(path) if path else None
 
     def pieces(self, program: Program) -> dict[str, Piece] | None:
         found = {digest: self.piece(digest) for digest in program.pieces}
@@ -48,8 +52,8 @@ class Store:
         self._ensure(f"program-{key}", PROGRAM, lambda folder: (folder / PROGRAM).write_text(program.to_json()))
 
     def ensure_piece(self, digest: str, build: Callable[[Path], Any]) -> bool:
-        """True: `build(folder)` was called, to write LIBRARY there."""
-        return self._ensure(f"piece-{digest}", LIBRARY, build)
+        """True: `build(folder)` was called, to write the form's file there."""
+        return self._ensure(f"piece-{digest}", self.form.file, build)
 
     def _ensure(self, name: str, file: str, build: Callable[[Path], Any]) -> bool:
         built = False
@@ -74,37 +78,43 @@ class Store:
             return None
 
 
-def load_library(path: Path) -> Piece:
-    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
-    return runner.run
-
-
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def environment(num_threads: int) -> str:
+def environment(form: Form, device: torch.device, num_threads: int) -> str:
     """What machine code depends on beside its graph."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0] if lines else "")
+    sources = (Path(inspect.getfile(type(form))), Path(__file__).with_name("inductor.py"))  # hold the options
     parts = (
         torch.__version__,
         platform.python_version(),
         platform.machine(),
-        torch.backends.cpu.get_cpu_capability(),
-        flags,
-        f"{num_threads} threads",
-        hashlib.sha256(Path(__file__).with_name("inductor.py").read_bytes()).hexdigest(),  # holds the options
+        form.name,
+        *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources),
     )
-    return "\n".join(parts)
+    return "\n".join([*parts, *(_processor(num_threads) if device.type == "cpu" else _card(device))])
 
 
-def program_key(model: nn.Module, num_threads: int) -> str:
+def _processor(num_threads: int) -> Iterable[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0] if lines else "")
+    return torch.backends.cpu.get_cpu_capability(), flags, f"{num_threads} threads"
+
+
+def _card(device: torch.device) -> Iterable[str]:
+    """Binaries are of one capability; how kernels are cut depends on the number of multiprocessors, of which a slice of
+    a card (MIG) has fewer."""
+    card = torch.cuda.get_device_properties(device)
+    what = f"{card.name} {card.major}.{card.minor}, {card.multi_processor_count} multiprocessors"
+    return f"CUDA {torch.version.cuda}", str(installed(["triton"])), what
+
+
+def program_key(model: nn.Module, environment: str) -> str:
     """Two models with one key have the same program: the same source, shapes and constants, on the same machine."""
     packages = {".".join(type(module).__module__.split(".")[:2]) for module in model.modules()} | {"minivllm.compile"}
-    text = "\n".join([environment(num_threads), _source(sorted(packages)), *describe(model)])
+    text = "\n".join([environment, _source(sorted(packages)), *describe(model)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -21,19 +21,44 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from minivllm import child
+from minivllm.compile.forms import FORMS, Form
+from minivllm.compile.store import Store, environment, program_key
+from minivllm.compile.trace import skeleton
 from minivllm.loading.cache import Cache
 
 logger = logging.getLogger("minivllm")
+
+
+# What a builder takes of a GPU while it is at work: a CUDA context (about 0.5 GB on a large card) and the kernels that
+# Triton loads as it compiles them. It makes no tensors: the model is traced without data, and nothing is timed.
+GPU_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     skeleton: bytes  # trace.skeleton(model)
     key: str  # of the program
+    form: str  # of its pieces
+    environment: str  # store.environment(): the engine's, so that both name a piece alike
     cache: Path
     num_threads: int
     nice: int  # 19: an engine is serving meanwhile
+
+
+def job_for(model: nn.Module, form: Form, device: torch.device, cache: Path, num_threads: int, nice: int) -> Job:
+    """Raises what pickle raises if the model's modules cannot be sent."""
+    known = environment(form, device, num_threads)
+    return Job(skeleton(model), program_key(model, known), form.name, known, cache, num_threads, nice)
+
+
+def gpu_bytes_beside(compile: str, device: torch.device) -> int:
+    """What a KV pool must leave free for a builder that works while requests are served. The others have ended, or
+    never begin, before the pool is made."""
+    return GPU_BYTES if compile == "background" and device.type == "cuda" else 0
 
 
 class Build:
@@ -76,6 +101,7 @@ def main() -> None:
     os.nice(job.nice)
     with tempfile.TemporaryDirectory(prefix="minivllm-compile-") as scratch:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch  # read when Inductor is imported: nothing stays behind
+        os.environ.pop("TRITON_CACHE_DIR", None)  # so that Triton's is in it
         build(job)
 
 
@@ -83,22 +109,21 @@ def build(job: Job) -> None:
     """Trace, split, compile what the cache lacks; the program is written last."""
     begin = time.perf_counter()
     from minivllm.compile.split import split
-    from minivllm.compile.store import Store, environment
     from minivllm.compile.trace import trace
 
-    store = Store(Cache(job.cache))
+    form = FORMS[job.form]
+    store = Store(Cache(job.cache), form)
     traced = trace(job.skeleton)
-    program, pieces = split(traced, environment(job.num_threads))
+    program, pieces = split(traced, job.environment)
     num_calls = sum(call.kind == "piece" for call in program.calls)
     report(f"traced in {time.perf_counter() - begin:.1f} s: {num_calls} pieces, {len(pieces)} different")
-    from minivllm.compile.inductor import allow_packed_weights_as_inputs
-    from minivllm.compile.inductor import build as build_piece
+    from minivllm.compile.inductor import prepare
 
-    allow_packed_weights_as_inputs()
+    prepare()
     for i, (digest, piece) in enumerate(pieces.items(), 1):
         begin = time.perf_counter()
         built = store.ensure_piece(
-            digest, lambda folder, piece=piece: build_piece(piece, traced.fake_mode, folder, job.num_threads)
+            digest, lambda folder, piece=piece: form.build(piece, traced.fake_mode, folder, job.num_threads)
         )
         seconds = time.perf_counter() - begin
         report(f"piece {i} of {len(pieces)} {f'compiled in {seconds:.1f} s' if built else 'found in the cache'}")

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import platform
-import shutil
 import threading
 import time
 import weakref
@@ -22,12 +20,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from minivllm.compile.forms import form_for
 from minivllm.compile.program import Bound, Piece, Program
-from minivllm.compile.store import Store, program_key
+from minivllm.compile.store import Store
 from minivllm.compile.trace import skeleton, tensors_of
 from minivllm.loading.cache import Cache
 from minivllm.runner.batch import InputBatch
-from minivllm.runner.compile_job import Build, Job
+from minivllm.runner.compile_job import Build, Job, job_for
 from minivllm.runner.forward import ForwardOptions, device_inputs
 from minivllm.runner.inputs import BatchKey
 
@@ -40,29 +39,21 @@ BACKGROUND_NICE = 19  # a builder takes only what the serving engine and others 
 Compiled = tuple[Program, dict[str, Piece]]
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why nothing can be compiled here, or None."""
-    if device.type != "cpu":
-        return f"pieces are compiled for CPUs so far, not for {device.type}"
-    compiler = "clang++" if platform.system() == "Darwin" else "g++"
-    if shutil.which(compiler) is None:
-        return f"no C++ compiler ({compiler}) is installed"
-    return None
-
-
 class PiecewiseForward:
     def __init__(self, model: nn.Module, device: torch.device, options: ForwardOptions):
         self.model = model
         self.device = device
         self._shapes = options.shapes
         self._forward: Callable[[Tensor, Tensor], Tensor] = options.shapes.wrap_forward(model)
-        self._store = Store(Cache(options.cache))
+        self._store = Store(Cache(options.cache), form_for(device))
         self._ready: Compiled | None = None  # set by the thread that waits for a builder, taken between two steps
+        self._warmed_up = threading.Event()
         self._run_dummy: Callable[[BatchKey], None] | None = None
         self.decision = getattr(self, f"_{options.compile}")(options)
 
     def key_for(self, num_reqs: int, num_tokens: int, max_query: int, adapted: bool = False) -> BatchKey:
         """Asked once a step, before its inputs are prepared: the place between two steps."""
+        self._warmed_up.set()  # by now also what is around this forward
         if self._ready is not None:
             compiled, self._ready = self._ready, None
             self._use(*compiled)
@@ -119,8 +110,8 @@ class PiecewiseForward:
             return "eager", f"{NOT_SENT}: {error}"
         if (compiled := self._load(job.key)) is not None:
             self._use(*compiled)
-            return "piecewise", f"{_describe(compiled[0])}, compiled; found in the cache"
-        if (obstacle := unavailable(self.device)) is not None:
+            return "piecewise", f"{_describe(compiled[0])}, compiled to {self._store.form.made}; found in the cache"
+        if (obstacle := self._store.form.obstacle(self.device)) is not None:
             return "eager", obstacle
         return build(job)
 
@@ -132,19 +123,20 @@ class PiecewiseForward:
             logger.warning("compile: the model stays eager: %s", failure)
             return "eager", failure or "what was built cannot be read"
         self._use(*compiled)
-        return "piecewise", f"{_describe(compiled[0])}, compiled in {time.perf_counter() - begin:.0f} s"
+        how = f"compiled to {self._store.form.made} in {time.perf_counter() - begin:.0f} s"
+        return "piecewise", f"{_describe(compiled[0])}, {how}"
 
     def _build_meanwhile(self, job: Job) -> tuple[str, str]:
         build = Build(job)
         weakref.finalize(self, build.cancel)
-        waiter = threading.Thread(target=_await, args=(weakref.ref(self), build, job.key), daemon=True)
-        waiter.name = "minivllm-compile"
+        args = (weakref.ref(self), self._warmed_up, build, job.key)
+        waiter = threading.Thread(target=_await, args=args, name="minivllm-compile", daemon=True)
         waiter.start()
-        return "eager", "compiled pieces are being built in the background and will be swapped in"
+        made = self._store.form.made
+        return "eager", f"compiled pieces ({made}) are being built in the background and will be swapped in"
 
     def _job(self, options: ForwardOptions, nice: int) -> Job:
-        key = program_key(self.model, options.num_threads)
-        return Job(skeleton(self.model), key, options.cache, options.num_threads, nice)
+        return job_for(self.model, self._store.form, self.device, options.cache, options.num_threads, nice)
 
     def _load(self, key: str) -> Compiled | None:
         program = self._store.program(key)
@@ -152,8 +144,11 @@ class PiecewiseForward:
         return (program, pieces) if pieces else None
 
 
-def _await(runner: weakref.ref[PiecewiseForward], build: Build, key: str) -> None:
+def _await(runner: weakref.ref[PiecewiseForward], warmed_up: threading.Event, build: Build, key: str) -> None:
     failure = build.wait()
+    # Loading puts kernels on the device, which CUDA allows no thread while another one captures, as warm-up does.
+    while failure is None and not warmed_up.wait(1.0) and runner() is not None:
+        pass
     alive = runner()
     if alive is None:
         return

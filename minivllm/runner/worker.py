@@ -34,6 +34,7 @@ from minivllm.runner.attention_proof import gives_the_references_answer
 from minivllm.runner.batch import InputBatch
 from minivllm.runner.block_copy import TorchMove, choose_move
 from minivllm.runner.block_moves import BlockMoves
+from minivllm.runner.compile_job import gpu_bytes_beside
 from minivllm.runner.dummies import DummyBatches
 from minivllm.runner.forward import ForwardOptions
 from minivllm.runner.forward_graphs import Graphed, Setting
@@ -113,6 +114,7 @@ class Worker:
         kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
         self._rotate_in_kernel(loaded.model, backend_class)
         forwards = peak_of(lambda: self._rehearse(loaded, backend_class, kv_spec), self.device)
+        forwards += gpu_bytes_beside(config.runner.compile, self.device)
         sizes = self._size(kv_spec, loaded.spec.max_position, forwards)
         backend = backend_class(loaded.model.attention_layers, kv_spec, sizes.num_blocks + 1, self.device)
         self.throttle = Throttle(config.scheduler.max_num_seqs)

@@ -1,5 +1,5 @@
 """Whole engines on an emulated CUDA device (emulated_cuda.py): everything lies on its own side, captures hold what
-they may, and tokens are those of the CPU. Run by test_card.py."""
+they may, and tokens are those of the CPU. Run by test_emulated_card.py."""
 
 from __future__ import annotations
 

@@ -13,15 +13,19 @@ import torch
 from naive_attention import hidden_of
 
 from minivllm import LLM, SamplingParams
+from minivllm.compile.forms import form_for
 from minivllm.compile.program import Bound
-from minivllm.compile.store import LIBRARY, Store, program_key
+from minivllm.compile.store import Store, environment, program_key
 from minivllm.compile.trace import skeleton
 from minivllm.loading import load_model
 from minivllm.loading.cache import Cache
-from minivllm.runner import forward_piecewise
-from minivllm.runner.compile_job import Build, Job
+from minivllm.runner import compile_job, forward_piecewise
+from minivllm.runner.compile_job import Build, job_for
 from minivllm.runner.forward import ForwardOptions
 
+CPU = torch.device("cpu")
+LIBRARY = form_for(CPU)
+HERE = environment(LIBRARY, CPU, 1)
 TINY = {"model.dtype": "float32", "kv.num_blocks": 60, "executor.num_threads": 1}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = [[5, 6, 7], [9] * 40, list(range(3, 120))]
@@ -76,9 +80,9 @@ def test_a_program_does_not_depend_on_where_packed_weights_lie():
     models = [load_model("dummy:tiny", torch.bfloat16, torch.device("cpu"), quantization="int8").model for _ in "ab"]
     for model in models:
         model.layers[0].mlp.down.method.limit.tokens = 16  # measured
-    keys = {program_key(model, 1) for model in models}
+    keys = {program_key(model, HERE) for model in models}
     assert len(keys) == 1 and skeleton(models[0])
-    assert program_key(load_model("dummy:tiny", torch.bfloat16, "cpu", quantization="none").model, 1) not in keys
+    assert program_key(load_model("dummy:tiny", torch.bfloat16, "cpu", quantization="none").model, HERE) not in keys
 
 
 def test_the_keyword_chooses_the_forward():
@@ -108,9 +112,12 @@ def test_a_second_process_needs_no_compiler(compiled, wanted, tmp_path):
 @pytest.fixture
 def own_cache(tiny, compiled, tmp_path, monkeypatch):
     """An engine cache of this test's own, holding the pieces and the program of dummy:tiny."""
-    key = program_key(tiny, num_threads=1)
+    key = program_key(tiny, HERE)
     root = tmp_path / "compiled"
-    for name in [f"program-{key}", *(f"piece-{piece}" for piece in Store(Cache(compiled)).program(key).pieces)]:
+    for name in [
+        f"program-{key}",
+        *(f"piece-{piece}" for piece in Store(Cache(compiled), LIBRARY).program(key).pieces),
+    ]:
         shutil.copytree(compiled / name, root / name)
     monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
     return root
@@ -119,15 +126,15 @@ def own_cache(tiny, compiled, tmp_path, monkeypatch):
 def test_a_damaged_library_is_not_loaded_but_built_again(own_cache, compiled):
     entry = next(own_cache.glob("piece-*"))
     digest = entry.name.removeprefix("piece-")
-    store = Store(Cache(own_cache))
+    store = Store(Cache(own_cache), LIBRARY)
     assert store.piece(digest) is not None
-    with open(entry / LIBRARY, "r+b") as file:
+    with open(entry / LIBRARY.file, "r+b") as file:
         file.seek(1000)
         file.write(b"damaged")
     assert store.piece(digest) is None
 
     def build(folder):
-        shutil.copy(compiled / entry.name / LIBRARY, folder)
+        shutil.copy(compiled / entry.name / LIBRARY.file, folder)
 
     assert store.ensure_piece(digest, build) and store.piece(digest) is not None
     assert not store.ensure_piece(digest, build), "it was sound"
@@ -141,7 +148,7 @@ def test_the_pieces_are_swapped_in_between_two_steps(graphs, own_cache, wanted, 
     shutil.rmtree(next(own_cache.glob("program-*")))
     caplog.set_level(logging.INFO, "minivllm")
     with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": "background", "runner.graphs": graphs}) as llm:
-        assert how(llm) == ("eager", "compiled pieces are being built in the background and will be swapped in")
+        assert how(llm)[0] == "eager" and "being built in the background and will be swapped in" in how(llm)[1]
         forward = llm._core.executor.worker.runner.forward
         end = time.monotonic() + 200
         while not isinstance(forward._forward, Bound) and time.monotonic() < end:
@@ -153,7 +160,7 @@ def test_the_pieces_are_swapped_in_between_two_steps(graphs, own_cache, wanted, 
 
 def test_without_a_compiler_the_model_stays_eager_and_says_why(wanted, tmp_path, monkeypatch):
     monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(forward_piecewise.shutil, "which", lambda name: None)
+    monkeypatch.setattr("minivllm.compile.library.shutil.which", lambda name: None)
     for mode in ("wait", "background"):
         with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode}) as llm:
             assert how(llm)[0] == "eager" and "C++ compiler" in how(llm)[1]
@@ -163,7 +170,7 @@ def test_without_a_compiler_the_model_stays_eager_and_says_why(wanted, tmp_path,
 @pytest.mark.parametrize("mode", ["wait", "background"])
 def test_a_builder_that_fails_leaves_the_model_eager(mode, wanted, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(forward_piecewise, "skeleton", lambda model: b"no pickle")
+    monkeypatch.setattr(compile_job, "skeleton", lambda model: b"no pickle")
     monkeypatch.setattr(forward_piecewise, "BACKGROUND_NICE", 0)
     with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode}) as llm:
         end = time.monotonic() + 100
@@ -185,11 +192,11 @@ def test_a_model_that_cannot_be_sent_to_a_builder_stays_eager(mode, tiny, tmp_pa
 
 
 def test_the_builder_ends_with_its_engine(tmp_path, tiny):
-    build = Build(Job(skeleton(tiny), "key", tmp_path, num_threads=1, nice=19))
+    build = Build(job_for(tiny, LIBRARY, CPU, tmp_path, num_threads=1, nice=19))
     process = build._process
     process.stdin.close()  # as the kernel does when the engine is killed
     assert process.wait(60) == 1
-    build = Build(Job(skeleton(tiny), "key", tmp_path, num_threads=1, nice=19))
+    build = Build(job_for(tiny, LIBRARY, CPU, tmp_path, num_threads=1, nice=19))
     process = build._process
     del build
     assert process.wait(60) < 0
@@ -202,7 +209,7 @@ def test_the_builder_ends_with_its_engine(tmp_path, tiny):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_greedy_tokens_of_the_default_model_in_fp32_are_those_of_eager():
-    if (obstacle := forward_piecewise.unavailable(torch.device("cpu"))) is not None:
+    if (obstacle := LIBRARY.obstacle(CPU)) is not None:
         pytest.skip(obstacle)
     prompts = ["The history of the printing press begins in", "def fibonacci(n):\n    ", "1, 1, 2, 3, 5, 8, 13,"]
     tokens = {}

@@ -4,10 +4,11 @@ import pytest
 import torch
 from naive_attention import hidden_of
 
+from minivllm.compile.forms import form_for
 from minivllm.compile.opaque import find, opaque
 from minivllm.compile.program import Bound, Program
 from minivllm.compile.split import split
-from minivllm.compile.store import describe, program_key
+from minivllm.compile.store import describe, environment, program_key
 from minivllm.compile.trace import _SkeletonPickler, skeleton, tensors_of, trace
 
 CASES = [1, 2, 3, 7, 8, 31, 130]
@@ -71,14 +72,15 @@ def test_a_model_is_traced_for_the_device_that_it_is_on(tiny, monkeypatch):
 
 
 def test_the_key_changes_with_what_the_graph_depends_on(tiny):
-    key = program_key(tiny, 1)
-    assert key == program_key(tiny, 1) != program_key(tiny, 2)
+    here, threads = (environment(form_for(tiny.norm.weight.device), tiny.norm.weight.device, n) for n in (1, 2))
+    key = program_key(tiny, here)
+    assert key == program_key(tiny, here) != program_key(tiny, threads)
     tiny.layers[1].mlp_norm.eps *= 2
     try:
-        assert program_key(tiny, 1) != key
+        assert program_key(tiny, here) != key
     finally:
         tiny.layers[1].mlp_norm.eps /= 2
-    assert program_key(tiny, 1) == key
+    assert program_key(tiny, here) == key
     assert not any(" at 0x" in line for line in describe(tiny)), "an address would change the key in each process"
 
 
