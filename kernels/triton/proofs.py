@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minivllm.kernels import twins
-from minivllm.kernels.triton import elementwise
+from minivllm.kernels.triton import elementwise, moe
 
 
 def rope_write(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
@@ -35,3 +35,24 @@ def rope_write(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) 
     step = near + {torch.int8: 1 / 127, torch.float8_e4m3fn: 1 / 8}.get(kv_dtype, 0)
     pairs = [(q, q_wanted, near), *((x, y, step) for x, y in zip(kv, kv_wanted, strict=True))]
     return all((x.double() - y.double()).abs().max() <= bound * y.abs().max() for x, y, bound in pairs)
+
+
+def experts(device: torch.device, dtype: torch.dtype) -> bool:
+    """A few tokens, one of them alone, and so many that tiles are large. Sizes that fill no block."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, size, num_experts, top_k = 72, 40, 4, 2
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(device, dtype)
+
+    gate_up, down = random(num_experts, 2 * size, hidden), random(num_experts, hidden, size)
+    # Products of size 1: sums in float32; a token's parts are rounded to the dtype, then their sum.
+    near = {"atol": max(4 * torch.finfo(dtype).eps, 1e-5), "rtol": 2 * torch.finfo(dtype).eps}
+    for num_tokens in (1, 5, 40):
+        x = random(num_tokens, hidden) * hidden**0.5
+        shares = torch.randn(num_tokens, num_experts, generator=generator).softmax(-1).to(device)
+        weights, ids = shares.topk(top_k)
+        wanted = twins.experts(x, ids, weights, gate_up, down)
+        if not torch.allclose(moe.moe(x, ids, weights, gate_up, down).double(), wanted, **near):
+            return False
+    return True
