@@ -7,6 +7,8 @@ import pytest
 import torch
 from tolerances import PRODUCT
 
+from minivllm.compile.breaks import Break, broken_off
+from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.kernels import twins
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.layers.experts import Experts, Router, SparseMLP, TorchExperts, choose_experts
@@ -84,3 +86,14 @@ def test_without_a_device_for_the_kernel_the_layer_stays_in_torch(kernels):
     layer = make(torch.float32, 2)
     choose_experts(layer, torch.float32, kernels)
     assert isinstance(layer.experts.products, TorchExperts)
+
+
+def test_torchs_experts_are_left_to_whoever_captures():
+    """No capture may hold what asks the host. It is done later, and where the capture reads its result."""
+    layer, x, breaks = make(torch.float32, 2), tokens(5, torch.float32), list[Break]()
+    with forward_context(ForwardContext(None, None, [], [])):
+        out = broken_off(layer, [x], breaks.append)
+    (broken,) = breaks
+    out.fill_(torch.nan)
+    broken.do()
+    assert torch.equal(out, layer(x)) and layer.experts.products.capture_obstacle

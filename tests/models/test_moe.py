@@ -27,6 +27,8 @@ from minivllm.kernels.cpu import build
 from minivllm.layers.experts import Router, Routes, SparseMLP
 from minivllm.loading import load_model
 from minivllm.models.checkpoint import of_all_experts
+from minivllm.models.llama import MLP
+from minivllm.spec_decode.eagle import random_eagle
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
@@ -186,6 +188,12 @@ def test_an_engine_gives_the_tokens_of_transformers(name, tmp_path):
 )
 def test_neighbours_chunks_preemption_and_drafts_change_no_token(options, wanted):
     assert generate(**options)[0] == wanted
+
+
+def test_a_random_eagle_head_is_one_dense_layer():
+    """An EAGLE head has one MLP, whatever its target has; all of its weights are made."""
+    spec = load_model("dummy:tiny-moe", torch.float32, CPU).spec
+    assert isinstance(random_eagle(spec, torch.float32, CPU, 0).layers[0].mlp, MLP)
 
 
 @pytest.mark.parametrize("graphs", ["none", "piecewise"])
