@@ -170,6 +170,21 @@ def test_an_engine_gives_the_tokens_of_transformers(name, tmp_path):
     assert generate(str(tmp_path), **{"scheduler.max_num_batched_tokens": 24})[0] == expected
 
 
+@pytest.mark.parametrize("name", ["qwen3_normalised", "mixtral"])
+def test_log_probabilities_of_chunks_and_decodes_equal_transformers(name, tmp_path):
+    oracle, params = save_oracle(CONFIGS[name], tmp_path), SamplingParams(max_tokens=5, logprobs=0, prompt_logprobs=0)
+    options = ENGINE | {"scheduler.max_num_batched_tokens": 7, "kv.prefix": "none"}
+    with LLM(str(tmp_path), overrides=options) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = [*prompt, *output.outputs[0].token_ids]
+        expected = oracle_logits(oracle, ids).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+        found = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        got = torch.tensor([own[token].logprob for own, token in zip(found, ids[1:], strict=True)])
+        # Beside the logit itself the sum over all counts, which errs less.
+        torch.testing.assert_close(got, expected, rtol=0, atol=2 * FP32_TOLERANCE)
+
+
 @pytest.mark.parametrize(
     "options",
     [
