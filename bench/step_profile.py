@@ -201,6 +201,8 @@ def run(how: str, args: Any, rate: float) -> list[dict[str, Any]]:
         for decision in llm.decisions:
             note(f"{decision.field}: {decision.value} ({decision.reason})")
         model, cache = llm._core.executor.worker.runner.model, llm._core.executor.worker.runner.kv_caches
+        if model.spec.experts is not None:
+            sys.exit(f"{args.model}: this bound is of dense models; which experts a step reads is not known to it")
         floors = {n: floor_seconds(model, n, args.tries) for n in args.num_reqs}
         per_token = sum(kv[0].numel() * kv.element_size() for kv in cache) / llm.info["block_size"]
         clock = instrument(llm)

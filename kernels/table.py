@@ -65,7 +65,7 @@ KERNELS: tuple[Kernel, ...] = (
     _triton(
         "w4a16 linear", "w4a16:Matrix", "minivllm.quantization.formats:dequantise", "runner.kernels, model.quantization"
     ),
-    _triton("layer of experts", "moe:moe", f"{_TWINS}:experts"),
+    _triton("layer of experts", "moe:moe", f"{_TWINS}:experts", "runner.kernels, models with experts"),
     _triton("gather inputs", "gather:gather_tokens", f"{_TWINS}:gather_tokens", _GATHER),
     _triton("gather rows", "gather:gather_rows", f"{_TWINS}:gather_rows", _GATHER),
     _triton("staged writes", "gather:write_rows", f"{_TWINS}:write_rows", _GATHER),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minivllm.kernels import twins
-from minivllm.kernels.triton import elementwise, gather
+from minivllm.kernels.triton import elementwise, gather, moe
 
 
 def copy_blocks(device: torch.device) -> bool:
@@ -89,3 +89,24 @@ def write_rows(device: torch.device) -> bool:
     gather.write_rows(table, writes)
     twins.write_rows(wanted, writes)
     return torch.equal(table, wanted)
+
+
+def experts(device: torch.device, dtype: torch.dtype) -> bool:
+    """A few tokens, one of them alone, and so many that tiles are large. Sizes that fill no block."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, size, num_experts, top_k = 72, 40, 4, 2
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(device, dtype)
+
+    gate_up, down = random(num_experts, 2 * size, hidden), random(num_experts, hidden, size)
+    # Products of size 1: sums in float32; a token's parts are rounded to the dtype, then their sum.
+    near = {"atol": max(4 * torch.finfo(dtype).eps, 1e-5), "rtol": 2 * torch.finfo(dtype).eps}
+    for num_tokens in (1, 5, 40):
+        x = random(num_tokens, hidden) * hidden**0.5
+        shares = torch.randn(num_tokens, num_experts, generator=generator).softmax(-1).to(device)
+        weights, ids = shares.topk(top_k)
+        wanted = twins.experts(x, ids, weights, gate_up, down)
+        if not torch.allclose(moe.moe(x, ids, weights, gate_up, down).double(), wanted, **near):
+            return False
+    return True

@@ -1,4 +1,5 @@
-"""Where a capture stops: at what reads the step's own data. That is attention, and what an adapter adds to a layer.
+"""Where a capture stops: at what reads the step's own data. That is attention, what an adapter adds to a layer, and
+torch's way to compute experts, which asks the host how many tokens each has.
 
 While a forward is being recorded, `context.aside` hands over what it would have done, and whoever records decides: to
 end a graph here and begin another behind it, or to do it on tensors that were kept. So a model as it is written is cut

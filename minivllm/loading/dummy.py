@@ -64,6 +64,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151_936,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+    },
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 4096,
@@ -89,6 +106,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "rope_theta": 10_000.0,
     },
+}
+SHAPES["tiny-moe"] = SHAPES["tiny"] | {  # of four layers one is dense
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
 }
 
 

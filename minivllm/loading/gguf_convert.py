@@ -84,8 +84,6 @@ def hf_config(file: GGUFFile, target: Target | None = None) -> dict[str, Any]:
             raise ModelError(f'{file.path}: metadata "{arch}.{key}" is missing. Fetch or convert the file again')
         return value
 
-    if get("expert_count"):
-        raise ModelError(f"{file.path}: mixture-of-experts models are not supported")
     heads, hidden = need("attention.head_count"), need("embedding_length")
     window = get("attention.sliding_window")
     sliding_llama = bool(window) and target.model_type == "llama"  # Mistral has no GGUF architecture of its own
@@ -205,6 +203,8 @@ def _weights(file: GGUFFile) -> list[TensorInfo]:
 
 def _target(file: GGUFFile) -> Target:
     arch = file.metadata.get("general.architecture")
+    if file.metadata.get(f"{arch}.expert_count"):
+        raise ModelError(f"{file.path}: a mixture of experts is not read from GGUF. Take its safetensors folder")
     if arch not in TARGETS:
         raise ModelError(f'{file.path}: GGUF architecture "{arch}" is not supported. Supported: {", ".join(TARGETS)}')
     return TARGETS[arch]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.errors import ModelError
+from minivllm.layers.experts import choose_experts, experts_of
 from minivllm.loading.gguf_packed import stored_bits
 from minivllm.loading.safetensors_io import read_tensors
 from minivllm.loading.sources import ModelFiles, resolve, timed
@@ -74,6 +75,7 @@ def load(
     device, seconds, spec = torch.device(device), dict(files.seconds), files.spec
     choice = choose(quantization, device, dtype, files.packed is not None, kernels)
     model = timed(seconds, "allocate", lambda: _allocate(spec, dtype, device))
+    choose_experts(model, dtype, kernels)
     linear = (type(model.linear_method).__name__, model.linear_reason)
     packed_file, quantised = None, None
     if choice.kind != "none":
@@ -83,6 +85,9 @@ def load(
         quantised = install(model, choice.kind, stored, dense_copy, choice.kernel)
         if not quantised.layers:
             choice = Choice("none", "no weight of this model is, or can be, in 4 or 8 bits")
+        elif experts_of(model):
+            kept = str(dtype).removeprefix("torch.")
+            choice = choice._replace(reason=f"{choice.reason}; the matrices of experts stay in {kept}")
     timed(seconds, "weights", lambda: _fill(model, files, packed_file, seed))
     timed(seconds, "finish", model.finish)
     if quantised and quantised.layers:

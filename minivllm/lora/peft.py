@@ -39,6 +39,12 @@ REFUSED = {
     "alora_invocation_tokens": "activated LoRA, which starts at a token",
     "use_qalora": "QA-LoRA, which pools the inputs",
 }
+ODD_TENSORS = {
+    "lora_embedding_": "an adapter on embeddings",
+    "lora_magnitude_vector": "DoRA",
+    ".experts.": "an adapter on experts",
+    ".gate.lora_": "an adapter on a router",
+}
 # These change the base model's own weights, so the adapter is only right on top of that changed model.
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
@@ -158,7 +164,7 @@ class _Reader:
     def _check_names(self, wanted: Iterable[str]) -> None:
         expected = {f"{module}.lora_{m}.weight" for module in wanted for m in "AB"}
         found = {name.removeprefix(PREFIX) for name in self.tensors}
-        for odd, what in (("lora_embedding_", "an adapter on embeddings"), ("lora_magnitude_vector", "DoRA")):
+        for odd, what in ODD_TENSORS.items():
             if any(odd in name for name in found):
                 raise self._bad(f"{what} is not supported")
         if missing := sorted(expected - found):

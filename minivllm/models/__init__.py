@@ -13,6 +13,8 @@ MODELS: Registry = Registry(
         "MistralForCausalLM": _LLAMA,
         "Qwen2ForCausalLM": _LLAMA,
         "Qwen3ForCausalLM": _LLAMA,
+        "Qwen3MoeForCausalLM": _LLAMA,
+        "MixtralForCausalLM": _LLAMA,
         "BertModel": _BERT,
         "BertForSequenceClassification": _BERT,
     },

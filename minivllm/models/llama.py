@@ -1,11 +1,14 @@
-"""The decoder of the Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3.
+"""The decoder of the Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3, and with experts Mixtral, Qwen3-MoE.
 
 They are one network. What tells them apart is in ModelSpec: biases, QK-norm, the sliding window of each layer, the
-rotary embedding, the head size, tied embeddings. The forward is a function of (token_ids, positions): it knows nothing
-of requests, blocks or phases; attention finds its cache by itself (minivllm/compile/context.py).
+rotary embedding, the head size, tied embeddings, which layers are a mixture of experts. The forward is a function of
+(token_ids, positions): it knows nothing of requests, blocks or phases; attention finds its cache by itself
+(minivllm/compile/context.py).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from minivllm.attention.base import AttentionSpec
 from minivllm.compile.context import Turn, attend, attend_turned
 from minivllm.layers.embedding import Embedding, LMHead, NoLMHead, TiedLMHead
+from minivllm.layers.experts import Experts, Router, SparseMLP, experts_of
 from minivllm.layers.linear import Linear, QuantMethod, choose_method
 from minivllm.layers.norm import QKNorm, RMSNorm
 from minivllm.layers.rotary import Angles, RotaryEmbedding, RotaryTables, Rotation
@@ -41,6 +45,17 @@ LLAMA_WEIGHTS = WeightMap(
         "mlp.down_proj": ("mlp.down", ""),
     },
 )
+
+
+def weight_map(spec: ModelSpec) -> WeightMap:
+    """Of this model: of the matrices of experts there are as many as it has."""
+    found = dict(LLAMA_WEIGHTS.layer)
+    if spec.experts is not None:
+        found["mlp.gate"] = ("mlp.router", "")
+        for e in range(spec.experts.num_experts):
+            found |= {f"mlp.experts.{e}.{part}_proj": ("mlp.experts.gate_up", f"{e}.{part}") for part in ("gate", "up")}
+            found[f"mlp.experts.{e}.down_proj"] = ("mlp.experts.down", f"{e}.")
+    return replace(LLAMA_WEIGHTS, layer=found)
 
 
 class RotateThenAttend:
@@ -94,13 +109,21 @@ class MLP(nn.Module):
         return self.down(F.silu(gate_up[:, : self.size]).mul_(gate_up[:, self.size :]))
 
 
+def make_mlp(spec: ModelSpec, index: int, dtype: torch.dtype, method: QuantMethod) -> MLP | SparseMLP:
+    of, size = spec.experts, spec.hidden_size
+    if of is None or not of.sparse[index]:
+        return MLP(spec, dtype, method)
+    router = Router(size, of.num_experts, of.experts_per_token, of.normalised)
+    return SparseMLP(router, Experts(size, of.intermediate_size, of.num_experts, dtype))
+
+
 class DecoderLayer(nn.Module):
     def __init__(self, spec: ModelSpec, index: int, dtype: torch.dtype, method: QuantMethod):
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
         self.attention = Attention(spec, index, dtype, method)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_eps, dtype)
-        self.mlp = MLP(spec, dtype, method)
+        self.mlp = make_mlp(spec, index, dtype, method)
 
     def forward(self, x: Tensor, rotate: Rotation) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotate)
@@ -125,6 +148,7 @@ class LlamaModel(nn.Module):
             AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size**-0.5, window)
             for window in spec.windows
         ]
+        self.weights = weight_map(spec)
         self.linear_method, self.linear_reason = choose_method(device, dtype)
         method = self.linear_method
         with device:
@@ -146,6 +170,11 @@ class LlamaModel(nn.Module):
         """hidden [S, hidden] -> [S, vocab] in fp32."""
         return self.lm_head(hidden)
 
+    @property
+    def capture_obstacle(self) -> str | None:
+        """Why no capture may hold a whole forward, or None."""
+        return next((why for experts in experts_of(self) if (why := experts.products.capture_obstacle)), None)
+
     def rotate_in_kernel(self) -> None:
         """From now on for an attention backend that can (`turn_and_attend`)."""
         self.rotary = RotaryTables(self.rotary)
@@ -154,11 +183,11 @@ class LlamaModel(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """{name of the checkpoint: the part of a parameter that it fills}."""
-        return LLAMA_WEIGHTS.destinations(self)
+        return self.weights.destinations(self)
 
     def checkpoint_modules(self) -> dict[str, tuple[str, str]]:
         """{module of the checkpoint: (our module that holds it, which part of its rows)}."""
-        return LLAMA_WEIGHTS.places(self)
+        return self.weights.places(self)
 
     def finish(self) -> None:
         """Every weight is loaded: repack."""

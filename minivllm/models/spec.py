@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minivllm.errors import ModelError
@@ -39,6 +39,17 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Of a mixture of experts: the layers in which a router gives each token to a few of many small MLPs."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    normalised: bool  # whether the weights of a token's experts are divided by their sum
+    sparse: tuple[bool, ...]  # of each layer: whether it has experts, or one MLP as in a dense model
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     architecture: str  # name in the registry MODELS, as Hugging Face calls it
     hidden_size: int
@@ -61,13 +72,21 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]  # generation ends at any of them
     dtype: str  # of the checkpoint: one of DTYPES
     has_head: bool = True  # False: no LM head, so it embeds and cannot generate
+    experts: ExpertsSpec | None = None  # None: every layer is dense
 
     @property
     def num_parameters(self) -> int:
+        """Norms and biases, below a thousandth, are left out."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
         ends = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * (attention + mlp) + ends  # norms and biases are below a thousandth
+        return self.num_layers * attention + self._num_mlp_parameters() + ends
+
+    def _num_mlp_parameters(self) -> int:
+        dense, of = 3 * self.hidden_size * self.intermediate_size, self.experts
+        if of is None:
+            return self.num_layers * dense
+        sparse = of.num_experts * self.hidden_size * (3 * of.intermediate_size + 1)  # and its row of the router
+        return sum(sparse if is_sparse else dense for is_sparse in of.sparse)
 
     @classmethod
     def from_hf(cls, config: Config, generation: Config | None = None, where: str = "config.json") -> ModelSpec:
@@ -90,13 +109,35 @@ class Family:
     qk_norm: bool = False
     head_size: int | None = None  # when the config does not say; None: hidden_size / num_heads
     sliding: str = "never"  # never | always | use_sliding_window (a switch in the config)
+    expert_size: str = ""  # the field with an expert's intermediate size; "": every layer is dense
+    normalised: bool = False  # whether experts' weights always are; else the config says
+    defaults: Config = field(default_factory=dict)  # what transformers takes when the config does not say, if unusual
 
 
+MIXTRAL = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", mlp_bias=True),
     "MistralForCausalLM": Family("mistral", qkv_bias=False, o_bias=False, sliding="always"),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, o_bias=False, sliding="use_sliding_window"),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, head_size=128, sliding="use_sliding_window"),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, expert_size="moe_intermediate_size"),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        qkv_bias=False,
+        o_bias=False,
+        sliding="always",
+        expert_size="intermediate_size",
+        normalised=True,
+        defaults=MIXTRAL,
+    ),
+}
+
+# Fields of other mixtures of experts, which compute something else.
+OTHER_MIXTURES = {
+    "shared experts": ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"),
+    "groups of experts": ("n_group", "topk_group"),
+    "scores that are no softmax": ("scoring_func", "routed_scaling_factor", "use_expert_bias"),
+    "sliding windows beside experts": ("use_sliding_window",),
 }
 
 
@@ -129,6 +170,9 @@ class ConfigReader:
     def spec(self) -> ModelSpec:
         architecture = self.architecture()
         family = FAMILIES[architecture]
+        return replace(self, config={**family.defaults, **self.config}).spec_of(architecture, family)
+
+    def spec_of(self, architecture: str, family: Family) -> ModelSpec:
         self.refuse_unsupported()
         heads, hidden = self.need("num_attention_heads"), self.need("hidden_size")
         attention_bias = bool(self.config.get("attention_bias", False))
@@ -155,6 +199,7 @@ class ConfigReader:
             eos_token_ids=self.token_ids("eos_token_id"),
             dtype=self.dtype(),
             has_head=not headless_named(self.config),
+            experts=self.experts(family) if family.expert_size else None,
         )
         if spec.num_heads % spec.num_kv_heads:
             raise self.fail(f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly")
@@ -181,6 +226,36 @@ class ConfigReader:
             )
         if (act := self.config.get("hidden_act", "silu")) not in ("silu", "swish"):
             raise self.fail(f'hidden_act "{act}" is not supported, only "silu"')
+
+    def experts(self, family: Family) -> ExpertsSpec:
+        self.refuse_other_mixtures()
+        num_experts, per_token = self.num_experts(), self.need("num_experts_per_tok")
+        if per_token > num_experts:
+            raise self.fail(f"num_experts_per_tok is {per_token}, and there are {num_experts} experts")
+        step, dense = self.optional("decoder_sparse_step", 1), set(self.config.get("mlp_only_layers") or ())
+        layers = range(self.need("num_hidden_layers"))
+        if not dense <= set(layers):
+            raise self.fail(f"mlp_only_layers names layers that are not there: {sorted(dense - set(layers))}")
+        return ExpertsSpec(
+            num_experts=num_experts,
+            experts_per_token=per_token,
+            intermediate_size=self.need(family.expert_size),
+            normalised=family.normalised or bool(self.config.get("norm_topk_prob", False)),
+            sparse=tuple(i not in dense and (i + 1) % step == 0 for i in layers),
+        )
+
+    def num_experts(self) -> int:
+        """Both names are in use: transformers 5 writes Qwen3-MoE's as Mixtral's."""
+        names = [name for name in ("num_experts", "num_local_experts") if self.config.get(name) is not None]
+        found = {self.need(name) for name in names or ["num_experts"]}
+        if len(found) > 1:
+            raise self.fail("num_experts and num_local_experts differ")
+        return found.pop()
+
+    def refuse_other_mixtures(self) -> None:
+        for what, fields in OTHER_MIXTURES.items():
+            if found := next((field for field in fields if self.config.get(field)), None):
+                raise self.fail(f"{found}={self.config[found]!r}: {what} are not supported")
 
     def max_position(self, rope: RopeSpec) -> int:
         stated = self.need("max_position_embeddings")

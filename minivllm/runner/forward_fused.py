@@ -41,6 +41,8 @@ def unavailable(model: nn.Module, device: torch.device) -> str | None:
         return f"operations are fused for CPUs, not for {device.type}"
     if type(model) is not LlamaModel:
         return f"operations are fused for the Llama family, not for {type(model).__name__}"
+    if model.spec.experts is not None:
+        return "operations are fused where every layer has one MLP, and this model has layers of experts"
     dtype = model.embedding.weight.dtype
     if dtype not in kernels.KINDS:
         return f"operations are fused in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"

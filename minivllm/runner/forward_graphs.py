@@ -8,7 +8,8 @@
     full+piecewise   both: the first where a step allows it
 
 A whole forward can be captured where the attention backend says so (`AttentionBackend.graphs`): its metadata then has
-shapes that follow from the number of requests, and `StaticAttention` keeps it where the capture reads it. What a LoRA
+shapes that follow from the number of requests, and `StaticAttention` keeps it where the capture reads it. A model may
+object (`capture_obstacle`): torch's way to compute experts asks the host. What a LoRA
 adapter adds depends on who is in the step: it is done aside, between two captures, and a step with an adapter in it is
 not replayed whole. On a CPU the captures are recorded calls (compile/graphs.py): slower than calling, and a test of all
 that a graph takes for granted.
@@ -61,7 +62,7 @@ def piecewise(at: Setting) -> Graphed:
 
 
 def full(at: Setting) -> Graphed:
-    if (obstacle := _obstacle(at.attention)) is not None:
+    if (obstacle := _obstacle(at)) is not None:
         return none(at)._replace(decision=("none", obstacle))
     return _named("full", _full(at, none(at), make_recorder(at.device)), at.device)
 
@@ -69,7 +70,7 @@ def full(at: Setting) -> Graphed:
 def full_and_piecewise(at: Setting) -> Graphed:
     recorder = make_recorder(at.device)  # one pool of memory
     pieces = _piecewise(at, recorder)
-    if (obstacle := _obstacle(at.attention)) is None:
+    if (obstacle := _obstacle(at)) is None:
         return _named("full+piecewise", _full(at, pieces, recorder), at.device)
     name, reason = _named("piecewise", pieces, at.device).decision
     return pieces._replace(decision=(name, f"{reason}; {obstacle}"))
@@ -80,11 +81,12 @@ def _named(name: str, graphed: Graphed, device: torch.device) -> Graphed:
     return graphed._replace(decision=(name, f"{how}: {graphed.decision[1]}"))
 
 
-def _obstacle(attention: AttentionBackend) -> str | None:
-    """Why no whole forward can be captured with it, or None."""
-    if attention.graphs != "none":
-        return None
-    return f"no whole forward can be captured: {type(attention).__name__} says that it cannot be part of one"
+def _obstacle(at: Setting) -> str | None:
+    """Why no whole forward can be captured, or None."""
+    why = getattr(at.model, "capture_obstacle", None)  # said by a model that may have parts which prevent it
+    if at.attention.graphs == "none":
+        why = f"{type(at.attention).__name__} says that it cannot be part of one"
+    return why and f"no whole forward can be captured: {why}"
 
 
 def _piecewise(at: Setting, recorder: Recorder) -> Graphed:

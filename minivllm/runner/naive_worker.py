@@ -20,6 +20,7 @@ from minivllm.loading import LoadedModel, resolve
 from minivllm.loading.sources import DUMMY_PREFIX, ModelFiles
 from minivllm.lora.slots import NoAdapters
 from minivllm.models import MODELS
+from minivllm.models.checkpoint import of_all_experts
 from minivllm.models.spec import ModelSpec
 from minivllm.plan import StepOutput, StepPlan
 from minivllm.runner.batch import InputBatch
@@ -175,7 +176,7 @@ def load_transformers(files: ModelFiles, dtype: torch.dtype, device: torch.devic
     fill(ours, seed)
     kind = getattr(transformers, files.spec.architecture)
     model = kind(kind.config_class(**hf_config(files.name.removeprefix(DUMMY_PREFIX)))).to(device, dtype).eval()
-    missing, unexpected = model.load_state_dict(ours.checkpoint_tensors(), strict=False)
+    missing, unexpected = model.load_state_dict(of_all_experts(ours.checkpoint_tensors()), strict=False)
     tied = ["lm_head.weight"] if files.spec.tie_embeddings else []
     assert not unexpected and list(missing) in ([], tied), f"missing {missing}, unexpected {unexpected}"
     return model

@@ -114,7 +114,8 @@ def load_eagle(
 
 def random_eagle(target: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> EagleHead:
     """A head that guesses at random, for tests and measurements: spec_decode.model=dummy:eagle."""
-    head = EagleHead(replace(target, num_layers=1, windows=target.windows[:1]), dtype, device, True, None).eval()
+    spec = replace(target, num_layers=1, windows=target.windows[:1], experts=None)
+    head = EagleHead(spec, dtype, device, True, None).eval()
     fill(head, seed)
     head.finish()
     return head

@@ -14,7 +14,7 @@ from torch.nn import functional
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.kernels.dispatch import Dispatch
-from minivllm.kernels.triton import draw, elementwise, gather, lora, w4a16
+from minivllm.kernels.triton import draw, elementwise, gather, lora, moe, w4a16
 from minivllm.kernels.triton import proofs as shared
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.lora import layer
@@ -54,8 +54,10 @@ def generate(kernels: str, max_tokens: int = 4, lora_request=None, **options) ->
     params = [SamplingParams(temperature=0.9, seed=i, max_tokens=max_tokens, **f) for i, f in enumerate(FILTERS)]
     more = {} if lora_request is None else {"lora_request": lora_request}
     with LLM(overrides=SMALL | {"runner.kernels": kernels} | options) as llm:
-        (decision,) = (d for d in llm.decisions if d.field == "runner.kernels")
-        assert decision.value == kernels, decision
+        decided = {d.field: d for d in llm.decisions}
+        assert decided["runner.kernels"].value == kernels, decided
+        if (graphs := options.get("runner.graphs", "none")) != "none":
+            assert decided["runner.graphs"].value == graphs, decided
         return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False, **more)]
 
 
@@ -119,6 +121,20 @@ def test_weights_in_4_bits(calls, monkeypatch):
         generate("triton", **{"model.quantization": "int8"})
 
 
+@pytest.mark.parametrize("forward, graphs", [("eager", "none"), ("eager", "full"), ("piecewise", "piecewise")])
+def test_experts(calls, forward, graphs):
+    """In captures too, of whole decodes as well: nothing asks the host."""
+    calls.watch(moe, "moe")
+    options = {"model.path": "dummy:tiny-moe", "scheduler.max_num_seqs": 2, "scheduler.max_num_batched_tokens": 16}
+    options["model.max_model_len"] = 64  # fewer sizes to capture
+    wanted = generate("torch", 3, **options)
+    assert not calls
+    options |= {"runner.graphs": graphs, "runner.forward": forward, "runner.compile": "off"}
+    options["runner.attention"] = "triton" if graphs == "full" else "reference"
+    assert generate("triton", 3, **options) == wanted
+    assert calls["moe"] >= 3 * 3  # three layers of four have experts
+
+
 def test_every_proof_holds_and_each_sees_a_kernel_that_is_wrong(monkeypatch):
     """runner.kernels=auto on a GPU asks for these; here the interpreter stands in for it."""
     cpu, dtype = torch.device("cpu"), torch.float32
@@ -132,6 +148,7 @@ def test_every_proof_holds_and_each_sees_a_kernel_that_is_wrong(monkeypatch):
         "gather inputs": lambda device: shared.gather_tokens(device, 16),
         "gather rows": shared.gather_rows,
         "staged writes": shared.write_rows,
+        "layer of experts": lambda device: shared.experts(device, dtype),
     }
 
     def outcomes() -> tuple[list[bool], Dispatch]:
@@ -155,7 +172,8 @@ def test_every_proof_holds_and_each_sees_a_kernel_that_is_wrong(monkeypatch):
     monkeypatch.setattr(gather, "gather_tokens", lambda *args, block_size, spare_block: args[-1])
     monkeypatch.setattr(gather, "gather_rows", lambda table, rows, out: out.zero_())
     monkeypatch.setattr(gather, "write_rows", lambda table, writes: None)
+    monkeypatch.setattr(moe, "moe", lambda x, *args: x.clone())
     used, dispatch = outcomes()
     value, reason = dispatch.decision
-    assert not any(used) and value == "torch" and reason.count("differs from its twin") == 8
+    assert not any(used) and value == "torch" and reason.count("differs from its twin") == 9
     assert "w4a16 linear in torch (ZeroDivisionError" in reason

@@ -245,6 +245,13 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path):
         resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen3moe"])  # Mixtral's files say llama
+def test_a_mixture_of_experts_is_sent_to_safetensors(arch, tmp_path):
+    write_gguf(tmp_path / "m.gguf", arch, extra={f"{arch}.expert_count": 8})
+    with pytest.raises(ModelError, match="a mixture of experts is not read from GGUF. Take its safetensors folder"):
+        resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
+
+
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path):
     write_gguf(tmp_path / "m.gguf", pre="future-v9")
     with pytest.raises(ModelError, match='pre-tokenizer "future-v9" is not known'):

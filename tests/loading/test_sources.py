@@ -236,6 +236,7 @@ def test_every_dummy_shape_resolves_with_a_tokenizer_of_its_size(name, tmp_path)
 
 def test_known_shapes_have_their_published_sizes(tmp_path):
     published = {"smollm2-135m": 134.5e6, "qwen3-0.6b": 596e6, "llama-3.1-8b": 8.03e9}
+    published["qwen3-30b-a3b"] = 30.53e9
     for name, size in published.items():
         assert resolve(f"dummy:{name}", tmp_path).spec.num_parameters == pytest.approx(size, rel=2e-3)
 

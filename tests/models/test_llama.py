@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models.pairs import (
+    BF16_TOLERANCE,
+    FP32_TOLERANCE,
+    SMALL,
+    error_of,
+    greedy_oracle,
+    oracle_logits,
+    random_tokens,
+    save_oracle,
+)
 from naive_attention import greedy, logits_of
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -12,17 +22,6 @@ from minivllm.loading import load_model
 from minivllm.loading.dummy import write_tokenizer
 
 CPU = torch.device("cpu")
-LENGTH = 48
-SMALL = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,  # large, so that logits spread over several units and differences show
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -52,40 +51,17 @@ CONFIGS = {
     "qwen3_bias": Qwen3Config(**SMALL, head_dim=24, attention_bias=True, tie_word_embeddings=True),
 }
 
-# fp32: both sides round each of ~60 products of up to 128 terms differently; with logits of a few units the error stays
-# near 60 * sqrt(128) * 2^-24 * 4 = 1.6e-4, and is seen to be under 3e-5.
-FP32_TOLERANCE = 2e-4
-# bf16 keeps 8 bits: a rounding is at most 2^-9, 1.1e-3 in the mean; about 12 of them a layer on 3 layers add up like a
-# random walk to 0.7 % of the logits. These wide random weights amplify each error some 3 to 6 times (transformers' own
-# bf16 model is seen at 1.6 to 5.4 %).
-BF16_TOLERANCE = 0.06
-
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request, tmp_path_factory):
     """(folder, transformers' model in fp32), every parameter random: biases and norms too."""
     folder = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
-    oracle = AutoModelForCausalLM.from_config(CONFIGS[request.param]).eval()
-    with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.5)
-    oracle.save_pretrained(folder)
-    write_tokenizer(folder, SMALL["vocab_size"])
-    return folder, oracle
+    return folder, save_oracle(CONFIGS[request.param], folder)
 
 
 @pytest.fixture
 def token_ids() -> list[int]:
-    return torch.randint(320, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-def oracle_logits(oracle, token_ids: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return oracle(torch.tensor([token_ids])).logits[0].float()
+    return random_tokens()
 
 
 def test_logits_in_fp32_equal_transformers(pair, token_ids):
@@ -94,11 +70,6 @@ def test_logits_in_fp32_equal_transformers(pair, token_ids):
     expected = oracle_logits(oracle, token_ids)
     assert expected.abs().max() > 1  # the comparison means something
     torch.testing.assert_close(logits_of(ours, token_ids), expected, rtol=0, atol=FP32_TOLERANCE)
-
-
-def error_of(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of the difference over that of the expected logits: a single outlier moves it little."""
-    return float((logits - expected).norm() / expected.norm())
 
 
 def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_transformers(pair, token_ids):
@@ -115,11 +86,7 @@ def test_greedy_tokens_in_fp32_equal_transformers(pair, token_ids):
     folder, oracle = pair
     ours = load_model(str(folder), torch.float32, CPU).model
     prompt = token_ids[:12]
-    with torch.inference_mode():
-        expected = oracle.generate(
-            torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-    assert greedy(ours, prompt, 16) == expected[0, 12:].tolist()
+    assert greedy(ours, prompt, 16) == greedy_oracle(oracle, prompt, 16)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_bias"])

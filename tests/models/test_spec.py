@@ -6,7 +6,7 @@ import pytest
 
 from minivllm.errors import ModelError
 from minivllm.models import ENCODERS, MODELS
-from minivllm.models.spec import FAMILIES, ModelSpec
+from minivllm.models.spec import FAMILIES, ExpertsSpec, ModelSpec
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -18,6 +18,10 @@ BASE = {
     "vocab_size": 100,
     "max_position_embeddings": 128,
 }
+
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE |= {"moe_intermediate_size": 48}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 def spec(**changes) -> ModelSpec:
@@ -99,6 +103,35 @@ def test_yarn_extends_the_longest_position():
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (QWEN3_MOE, ExpertsSpec(8, 2, 48, False, (True,) * 4)),
+        (QWEN3_MOE | {"norm_topk_prob": True, "mlp_only_layers": []}, ExpertsSpec(8, 2, 48, True, (True,) * 4)),
+        (QWEN3_MOE | {"num_experts": None, "num_local_experts": 8}, ExpertsSpec(8, 2, 48, False, (True,) * 4)),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, ExpertsSpec(8, 2, 48, False, (False, True) * 2)),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 3]}, ExpertsSpec(8, 2, 48, False, (False, True, True, False))),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, ExpertsSpec(8, 2, 96, True, (True,) * 4)),
+        ({}, None),
+    ],
+)
+def test_each_layer_has_the_experts_that_the_config_says(changes, expected):
+    assert spec(**changes).experts == expected
+
+
+def test_mixtrals_defaults_are_its_own():
+    made = spec(**MIXTRAL)
+    assert (made.rope.theta, made.rms_eps, made.windows) == (1e6, 1e-5, (None,) * 4)
+    assert spec(**MIXTRAL, sliding_window=8, rope_theta=1e4).windows == (8,) * 4
+
+
+def test_every_expert_counts_as_parameters():
+    """Two sparse layers of 8 experts, of three matrices each and a row of the router, and two dense ones."""
+    dense, sparse = 3 * 64 * 96, 8 * (3 * 64 * 48 + 64)
+    moe = spec(**QWEN3_MOE, decoder_sparse_step=2, head_dim=16).num_parameters
+    assert moe - spec().num_parameters == 2 * (sparse - dense)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, '"GPT2LMHeadModel" is not supported.*LlamaForCausalLM'),
@@ -116,6 +149,16 @@ def test_yarn_extends_the_longest_position():
         ({"rope_scaling": {"rope_type": "linear", "factor": "much"}}, "wrong kind"),
         ({"rope_scaling": 8}, "wrong kind"),
         ({"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        (QWEN3_MOE | {"num_experts": None}, '"num_experts" must be a positive int'),
+        (QWEN3_MOE | {"num_local_experts": 4}, "num_experts and num_local_experts differ"),
+        (QWEN3_MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, and there are 8 experts"),
+        (QWEN3_MOE | {"moe_intermediate_size": None}, '"moe_intermediate_size" must be'),
+        (QWEN3_MOE | {"mlp_only_layers": [4]}, r"layers that are not there: \[4\]"),
+        (QWEN3_MOE | {"mlp_only_layers": 4}, "wrong kind"),
+        (QWEN3_MOE | {"shared_expert_intermediate_size": 64}, "=64: shared experts are not supported"),
+        (QWEN3_MOE | {"n_group": 2}, "groups of experts are not supported"),
+        (QWEN3_MOE | {"scoring_func": "sigmoid"}, "'sigmoid': scores that are no softmax"),
+        (QWEN3_MOE | {"use_sliding_window": True}, "sliding windows beside experts"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(changes, message):

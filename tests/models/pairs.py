@@ -1,0 +1,70 @@
+"""A tiny random model of transformers, saved to a folder: the oracle of the models' tests; how near to it is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from minivllm.loading.dummy import write_tokenizer
+
+LENGTH = 48
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # large, so that logits spread over several units and differences show
+}
+
+# fp32: both sides round each of ~60 products of up to 128 terms differently; with logits of a few units the error stays
+# near 60 * sqrt(128) * 2^-24 * 4 = 1.6e-4, and is seen to be under 3e-5.
+FP32_TOLERANCE = 2e-4
+# bf16 keeps 8 bits: a rounding is at most 2^-9, 1.1e-3 in the mean; about 12 of them a layer on 3 layers add up like a
+# random walk to 0.7 % of the logits. These wide random weights amplify each error some 3 to 6 times (transformers' own
+# bf16 model is seen at 1.6 to 5.4 %).
+BF16_TOLERANCE = 0.06
+
+
+def save_oracle(config: Any, folder: Path, **how: Any) -> Any:
+    """transformers' model in fp32, saved with a tokenizer, every parameter random: biases and norms too. how: to save
+    it."""
+    torch.manual_seed(0)
+    oracle = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+    oracle.save_pretrained(folder, **how)
+    write_tokenizer(folder, config.vocab_size)
+    return oracle
+
+
+def random_tokens(seed: int = 1, length: int = LENGTH) -> list[int]:
+    return torch.randint(SMALL["vocab_size"], (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def oracle_logits(oracle: Any, token_ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        return oracle(torch.tensor([token_ids])).logits[0].float()
+
+
+def greedy_oracle(oracle: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    how = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    with torch.inference_mode():  # without a mask it would take the prompt's own zeros for padding
+        ids = oracle.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **how)
+    return ids[0, len(prompt) :].tolist()
+
+
+def error_of(logits: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of the expected logits: a single outlier moves it little."""
+    return float((logits - expected).norm() / expected.norm())
