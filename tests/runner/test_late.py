@@ -32,16 +32,20 @@ class LateCopies:
     def __init__(self, seed: int):
         self._chance = random.Random(seed)
         self._in_flight: list[LateCopy] = []
-        self.num_copies = self.most_in_flight = 0
+        self.num_copies = self.most_in_flight = self.num_waits = self.num_pinned = 0
 
-    def pinned(self, size):
-        return torch.full((size,), POISON)
+    def pinned(self, size, dtype):
+        self.num_pinned += 1
+        with torch.inference_mode(False):  # it is written outside of a step
+            return torch.full((size,), POISON, dtype=dtype)
 
-    def copy(self, source, target):
-        assert source.dtype == torch.int64 and source.shape == target.shape
-        assert not any(copy.target.data_ptr() == target.data_ptr() for copy in self._in_flight), "rewritten in flight"
-        target.fill_(POISON)
-        self._in_flight.append(LateCopy(self, source.clone(), target))
+    def copy(self, sources, targets):
+        written = {target.data_ptr() for copy in self._in_flight for target in copy.targets}
+        for source, target in zip(sources, targets, strict=True):
+            assert source.is_contiguous() and source.dtype == target.dtype and source.shape == target.shape
+            assert target.data_ptr() not in written, "rewritten in flight"
+            target.fill_(POISON)
+        self._in_flight.append(LateCopy(self, [source.clone() for source in sources], targets))
         self.num_copies += 1
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
         return self._in_flight[-1]
@@ -53,11 +57,12 @@ class LateCopies:
 
 
 class LateCopy:
-    def __init__(self, stream, source, target):
-        self.stream, self.source, self.target = stream, source, target
+    def __init__(self, stream, sources, targets):
+        self.stream, self.sources, self.targets = stream, sources, targets
 
     def arrive(self):
-        self.target.copy_(self.source)
+        for source, target in zip(self.sources, self.targets, strict=True):
+            target.copy_(source)
         self.stream._in_flight.remove(self)
 
     def is_here(self):
@@ -65,6 +70,7 @@ class LateCopy:
         return self not in self.stream._in_flight
 
     def wait(self):
+        self.stream.num_waits += 1
         if self in self.stream._in_flight:
             self.arrive()
 
@@ -124,7 +130,7 @@ def wanted():
 def test_late_tokens_are_those_of_the_synchronous_engine(options, kinds, wanted, streams):
     got = generate({"plain": PLAIN, "mixed": MIXED}[kinds], **{"engine.overlap": 2, **options})
     assert got == wanted[kinds]
-    (stream,) = streams
+    stream = streams[0]
     assert stream.num_copies > 5 and not stream._in_flight
     assert stream.most_in_flight == 2, "no step was started before the one before it had landed"
 
@@ -233,15 +239,41 @@ def test_aborts_and_failing_steps_leave_the_others_their_tokens(inputs, graphs, 
 def test_a_buffer_is_used_again_once_it_has_been_read():
     stream = LateCopies(0)
     ring = PinnedRing(stream, num_buffers=2, size=4)
-    first, second = ring.send(torch.tensor([1, 2, 3])), ring.send(torch.tensor([4]))
-    with pytest.raises(AssertionError, match="more steps are in flight"):
-        ring.send(torch.tensor([5]))
-    assert second.open().tolist() == [4]  # the order of landing is not the ring's business
-    with pytest.raises(AssertionError, match="more steps are in flight"):
-        ring.send(torch.tensor([5]))
-    kept = first.open()
-    ring.send(torch.tensor([6, 7, 8, 9])).open()
-    assert kept.tolist() == [1, 2, 3], "what was read does not change when the buffer is used again"
+    first, second = ring.send([torch.tensor([1, 2, 3])]), ring.send([torch.tensor([4])])
+    assert second.open()[0].tolist() == [4]  # the order of landing is not the ring's business
+    third = ring.send([torch.tensor([5])])  # in the first one's buffer, which is read before
+    assert stream.num_waits == 2 and first.is_here() and not third._arrays
+    assert first.open()[0].tolist() == [1, 2, 3] and stream.num_waits == 2
+    fourth = ring.send([torch.tensor([6, 7, 8, 9])])
+    assert [sent.open()[0].tolist() for sent in (first, second, third, fourth)] == [[1, 2, 3], [4], [5], [6, 7, 8, 9]]
+
+
+def test_a_parcel_may_be_opened_again_and_does_not_give_its_buffer_back_twice():
+    stream = LateCopies(0)
+    ring = PinnedRing(stream, num_buffers=1)
+    first = ring.send([torch.tensor([1, 2])])
+    assert first.open() is first.open()
+    second = ring.send([torch.tensor([3, 4])])
+    first.open()
+    third = ring.send([torch.tensor([5, 6])])  # the stream would say if it were written in flight
+    assert [sent.open()[0].tolist() for sent in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_tensors_of_any_number_shape_and_type_travel_and_pieces_grow_to_fit():
+    stream = LateCopies(0)
+    ring = PinnedRing(stream, num_buffers=2)
+    generator, sent = torch.Generator().manual_seed(0), []
+    for i, shapes in enumerate([[(3,)], [(2, 5), (2, 5)], [], [(7,), (2, 3), (1, 1)], [(1, 9), (2, 40)], [(4,)]]):
+        dtypes = [torch.int64, torch.float32, torch.bool][i % 3 :] + [torch.float32] * 3
+        tensors = [(torch.rand(s, generator=generator) * 9).to(d) for s, d in zip(shapes, dtypes, strict=False)]
+        sent.append((ring.send(tensors), [t.clone() for t in tensors]))
+    for parcel, wanted in sent:
+        for array, tensor in zip(parcel.open(), wanted, strict=True):
+            assert array.dtype == tensor.numpy().dtype and np.array_equal(array, tensor.numpy())
+    num_pinned = stream.num_pinned
+    for _ in range(4):
+        ring.send([torch.zeros(4)])
+    assert stream.num_pinned == num_pinned, "pieces that fit are kept"
 
 
 # ---------------------------------------------------------------- the executor
