@@ -93,7 +93,7 @@ class EngineSection(Section):
     core: Literal["inproc", "process"] = "inproc"
     replicas: int = 1  # engine cores side by side
     router: str = "prefix"  # which of them a request goes to
-    overlap: int = 1  # steps in flight: 2 plans the next one while one runs
+    overlap: int = 1  # steps in flight: 2 plans the next one while one runs; grammars and penalties delay sampling only
     restart: bool = True  # AsyncLLM and the server: start a process that has died again
     step_timeout: float = 300.0  # seconds after which a step that still runs is reported; 0: never
     log_format: Literal["text", "json"] = "text"  # of an engine core in a process of its own

@@ -293,8 +293,8 @@ FEATURES: tuple[Feature, ...] = (
         "runner.kernels",
         ("auto", "torch", "triton"),
         "auto",
-        "who draws tokens, adds adapters, multiplies packed weights, computes experts, rotates, moves blocks and gathers "
-        "inputs on a GPU: torch, or a Triton kernel (auto where that gave its twin's answer on the card)",
+        "who draws tokens, adds adapters, multiplies packed weights, computes experts, rotates, moves blocks and "
+        "gathers inputs on a GPU: torch, or a Triton kernel (auto where that gave its twin's answer on the card)",
         chapter="07",
         workload="fixed",
         metric="throughput",

@@ -79,17 +79,20 @@ class BackgroundExecutor:
 
     def _land(self) -> None:
         """In their order, until there is a plan to start: whoever starts it comes back here."""
-        while self._flying:
-            step, future = self._flying[0]
+        while self._flying and self._lands(*self._flying[0]):
+            self._flying.popleft()
+
+    def _lands(self, step: Future[StepOutput], future: Future[StepOutput]) -> bool:
+        """False: there is a plan to start. A device that has failed may say so when it is asked whether it is done."""
+        try:
             while not step.done():
                 if self._num_queued:
-                    return
+                    return False
                 time.sleep(POLL_SECONDS)
-            self._flying.popleft()
-            try:
-                future.set_result(step.result())
-            except Exception as error:
-                future.set_exception(error)
+            future.set_result(step.result())
+        except Exception as error:
+            future.set_exception(error)
+        return True
 
     def _count(self, change: int) -> None:
         with self._lock:

@@ -24,7 +24,7 @@ from minivllm.runner.block_moves import BlockMoves
 from minivllm.runner.forward import ForwardRunner
 from minivllm.runner.inputs import InputBuilder, Rows
 from minivllm.runner.late import LateTokens
-from minivllm.runner.prompt_logprobs import PromptLogprobs
+from minivllm.runner.prompt_logprobs import PromptLogprobs, PromptParcel
 from minivllm.sampling.base import Sampled
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.verify import Verifier
@@ -55,11 +55,13 @@ class ModelRunner:
             return StepOutput()
         batch = self._prepare(plan)  # 3
         hidden = self.run_model(batch)  # 4
-        out = StepOutput(prompt_logprobs=self.prompt_logprobs(plan, batch, hidden))  # 5
+        prompts = self.prompt_logprobs(plan, batch, hidden)  # 5
         sampled = self._sample(batch, hidden)  # 6
         self.inputs.append(batch, batch.sample_requests[sampled.kept], sampled.tokens)  # 7
-        finish = partial(self._report, plan, batch, hidden, sampled, out)  # 8
-        return finish() if sampled.parcel is None else Landing(sampled.parcel.is_here, finish)
+        finish = partial(self._report, plan, batch, hidden, sampled, prompts)  # 8
+        parcels = [prompts] if sampled.parcel is None else [prompts, sampled.parcel]
+        landing = Landing(lambda: all(parcel.is_here() for parcel in parcels), finish)
+        return finish() if landing.is_here() else landing
 
     def _leave_and_join(self, plan: StepPlan) -> None:
         for req_id in plan.leaves:
@@ -98,9 +100,10 @@ class ModelRunner:
         return self.verifier(logits, batch.rows[batch.sample_requests], positions, batch.draft_tokens)
 
     def _report(
-        self, plan: StepPlan, batch: InputBatch, hidden: Tensor, sampled: Sampled, out: StepOutput
+        self, plan: StepPlan, batch: InputBatch, hidden: Tensor, sampled: Sampled, prompts: PromptParcel
     ) -> StepOutput:
         """Write down what was sampled, and what may follow. Perhaps behind the start of the next step."""
+        out = StepOutput(prompt_logprobs=prompts.open())
         sampled.receive()
         requests = batch.sample_requests[sampled.kept].tolist()
         for i, token, logprobs in zip(requests, sampled.tokens.tolist(), sampled.logprobs, strict=True):

@@ -40,7 +40,7 @@ from minivllm.runner.forward import ForwardOptions
 from minivllm.runner.forward_graphs import Graphed, Setting
 from minivllm.runner.inputs import BatchKey, InputBuilder, InputSizes, Rows
 from minivllm.runner.inputs_place import place_inputs
-from minivllm.runner.late import stay_on_device
+from minivllm.runner.late import make_send, stay_on_device
 from minivllm.runner.memory import choose_max_model_len, parse_size, size_pool, zeros
 from minivllm.runner.prompt_logprobs import PromptLogprobs
 from minivllm.runner.rehearsal import peak_of, rehearse
@@ -251,7 +251,7 @@ class Worker:
             sampler=sampler,
             verifier=verifier,
             proposer=proposer,
-            prompt_logprobs=PromptLogprobs(model.logits),
+            prompt_logprobs=PromptLogprobs(model.logits, make_send(config.engine.overlap, self.device)),
             block_moves=BlockMoves(*places, move),
             adapters=adapters,
         )

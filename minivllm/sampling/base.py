@@ -25,6 +25,7 @@ class LogitsProcessor(Protocol):
     """
 
     keeps_argmax: bool  # True: greedy rows skip it, and it sees logits already divided by the temperature
+    follows_output: bool  # False: what it does to a row is the same whatever the row's output, and nothing is observed
 
     def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         """A request enters, token_ids[num_prompt_tokens:] being output it has already. True: it needs this step."""
@@ -33,19 +34,24 @@ class LogitsProcessor(Protocol):
         """Called only for rows whose join gave True."""
 
     def observe(self, row: int, token: int) -> None:
-        """`token` is final and extends the row's output. Called only for rows whose join gave True."""
+        """`token` is final and extends the row's output. Called only for rows whose join gave True.
+
+        A step that was planned before the host knew that the request has ended may come behind its last token: `apply`
+        must be possible after any token, though nobody wants what is drawn then.
+        """
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
-        """logits [S, V] fp32, rows [S]: changed in place where a row needs it, and returned."""
+        """logits [S, V] fp32, rows [S]: changed in place where a row needs it, and returned. Never waits for the
+        device: what it needs there is brought by upload()."""
 
 
 class Parcel(Protocol):
-    """Tokens on their way from the device."""
+    """What was sampled, on its way from the device."""
 
     def is_here(self) -> bool: ...
 
-    def open(self) -> np.ndarray:
-        """[S] int64; ~token where there was no usable distribution. Waits for them. Once."""
+    def open(self) -> Sampled:
+        """Waits for it. As often as one likes: it is the same each time."""
         ...
 
 
@@ -57,10 +63,9 @@ class Sampled:
     # and the request should end with an error. The other rows are not touched by it.
     invalid: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     kept: np.ndarray | None = None  # after verification: which logits rows these are, ascending; None: all of them
-    parcel: Parcel | None = None  # brings what `tokens` and `invalid` become by receive()
+    parcel: Parcel | None = None  # brings what `tokens`, `logprobs` and `invalid` become by receive()
 
     def receive(self) -> None:
         if self.parcel is not None:
-            sent = self.parcel.open()
-            self.invalid = np.flatnonzero(sent < 0)
-            self.tokens = np.where(sent < 0, ~sent, sent)
+            landed = self.parcel.open()
+            self.tokens, self.logprobs, self.invalid = landed.tokens, landed.logprobs, landed.invalid

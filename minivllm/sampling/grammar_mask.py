@@ -26,6 +26,7 @@ from minivllm.request import SamplingParams
 from minivllm.sampling.processors import NEG_INF
 from minivllm.structured.base import Grammar
 from minivllm.structured.compiler import GrammarCompiler
+from minivllm.upload import upload
 
 # [256, 8]: the largest logit that each of the eight tokens of a mask's byte may have. A minimum has no branches: it
 # takes as long for any mask, and less than writing where a bit says so.
@@ -47,6 +48,7 @@ class GrammarMask:
     """Does what MinTokens does for its rows too: it alone knows what else there is."""
 
     keeps_argmax = False
+    follows_output = True
 
     def __init__(self, compiler: GrammarCompiler, vocab_size: int, apply_masks: ApplyMasks):
         self.compiler = compiler
@@ -125,12 +127,12 @@ def apply_masks_by_row(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> T
 
 def apply_masks_at_once(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
     """The same for a device to which only the bits shall travel."""
-    words = torch.from_numpy(masks).to(logits.device)
+    words = upload(masks, logits.device)
     lanes = torch.arange(32, dtype=torch.int32, device=logits.device)
     forbidden = (words[:, :, None] >> lanes & 1).flatten(1)[:, : logits.shape[1]] == 0  # [N, V]
     if len(rows) == len(logits) and (rows == np.arange(len(rows))).all():
         return logits.masked_fill_(forbidden, NEG_INF)
-    index = torch.from_numpy(rows).to(logits.device)
+    index = upload(rows, logits.device)
     logits[index] = logits[index].masked_fill_(forbidden, NEG_INF)
     return logits
 

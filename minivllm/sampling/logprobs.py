@@ -1,6 +1,12 @@
-"""Log-probabilities of tokens, as reported to the client."""
+"""Log-probabilities of tokens, as reported to the client: found where the logits are, read on the host.
+
+Between the two they may travel (runner/late.py), so finding them never waits for a device.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,28 +18,40 @@ from minivllm.sampling.draw import BLOCK
 _CHUNK = 64  # positions at a time: bounds the scratch memory to a few rows of the vocabulary
 
 
-def position_logprobs(logits: Tensor, tokens: np.ndarray | Tensor, num_top: int) -> list[PositionLogprobs]:
-    """logits [N, V] fp32, tokens [N] int64 -> for each position the token taken, then the num_top likeliest."""
-    out: list[PositionLogprobs] = []
-    for start in range(0, len(tokens), _CHUNK):
-        out += _chunk(logits[start : start + _CHUNK], tokens[start : start + _CHUNK], num_top)
-    return out
+class Columns(NamedTuple):
+    """[N, 1 + k] each: of every position the token taken, then the k likeliest, best first."""
+
+    ids: Tensor  # int64
+    logprobs: Tensor  # fp32
+    ranks: Tensor  # int64, from 1
 
 
-def _chunk(logits: Tensor, tokens: np.ndarray | Tensor, num_top: int) -> list[PositionLogprobs]:
-    taken_ids = torch.as_tensor(tokens, device=logits.device)[:, None]  # [N, 1]
+def find_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Columns:
+    """logits [N, V] fp32, tokens [N] int64 -> where the logits are; k is num_top, or V if that is less."""
+    starts = range(0, max(len(tokens), 1), _CHUNK)
+    parts = [_chunk(logits[at : at + _CHUNK], tokens[at : at + _CHUNK], num_top) for at in starts]
+    return parts[0] if len(parts) == 1 else Columns(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def read_logprobs(columns: Sequence[np.ndarray], counts: Sequence[int]) -> list[PositionLogprobs]:
+    """columns: those of Columns; counts [N]: how many of the likeliest each position reports."""
+    rows = zip(*(column.tolist() for column in columns), counts, strict=True)
+    return [list(zip(*entries, strict=True))[: count + 1] for *entries, count in rows]
+
+
+def _chunk(logits: Tensor, tokens: Tensor, num_top: int) -> Columns:
+    taken_ids = tokens[:, None]  # [N, 1]
     norm = logits.logsumexp(-1, keepdim=True)  # [N, 1]
     taken = logits.gather(1, taken_ids)
-    columns = [tokens.tolist(), (taken - norm)[:, 0].tolist(), _num_at_least(logits, taken).tolist()]
-    out = [[entry] for entry in zip(*columns, strict=True)]
-    if num_top:
-        top, ids = _topk(logits, min(num_top, logits.shape[1]))  # [N, k]
-        ranks = (top[:, :, None] <= top[:, None, :]).sum(-1)  # [N, k]: equal ones share the later rank
-        last = top[:, -1:]  # ties with it may go on outside of the top
-        ranks = torch.where(top == last, _num_at_least(logits, last)[:, None], ranks)
-        for entries, *row in zip(out, ids.tolist(), (top - norm).tolist(), ranks.tolist(), strict=True):
-            entries.extend(zip(*row, strict=True))
-    return out
+    own = Columns(taken_ids, taken - norm, _num_at_least(logits, taken)[:, None])
+    if not num_top:
+        return own
+    top, ids = _topk(logits, min(num_top, logits.shape[1]))  # [N, k]
+    ranks = (top[:, :, None] <= top[:, None, :]).sum(-1)  # [N, k]: equal ones share the later rank
+    last = top[:, -1:]  # ties with it may go on outside of the top
+    ranks = torch.where(top == last, _num_at_least(logits, last)[:, None], ranks)
+    likeliest = ids, top - norm, ranks
+    return Columns(*(torch.cat(columns, 1) for columns in zip(own, likeliest, strict=True)))
 
 
 def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minivllm.request import SamplingParams
+from minivllm.upload import upload
 
 T = TypeVar("T")
 NEG_INF = float("-inf")
@@ -27,6 +28,7 @@ class _PerRow(Generic[T]):
     """The state of the rows that use a processor."""
 
     keeps_argmax = False
+    follows_output = True
 
     def __init__(self, vocab_size: int, max_rows: int):
         self.states: dict[int, T] = {}
@@ -35,7 +37,7 @@ class _PerRow(Generic[T]):
         self.states.pop(row, None)
 
     def observe(self, row: int, token: int) -> None:
-        """Most steps do not depend on the output."""
+        """Some steps do not depend on the output."""
 
     def here(self, rows: np.ndarray) -> list[tuple[int, T]]:
         """(logits row, state) of the users among `rows`."""
@@ -47,11 +49,13 @@ def _pairs(ids: Iterable[tuple[int, np.ndarray]], device: torch.device) -> tuple
     ids = list(ids)
     rows = np.repeat([i for i, _ in ids], [len(tokens) for _, tokens in ids])
     tokens = np.concatenate([tokens for _, tokens in ids])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
+    return upload(rows, device), upload(tokens, device)
 
 
 class AllowedTokenIds(_PerRow[np.ndarray]):
     """Everything else becomes impossible."""
+
+    follows_output = False
 
     def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         if params.allowed_token_ids is None:
@@ -142,6 +146,8 @@ class MinTokens(_PerRow[_MinTokens]):
 class LogitBias(_PerRow[tuple[np.ndarray, np.ndarray]]):
     """Adds a number to single logits."""
 
+    follows_output = False
+
     def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         if not params.logit_bias:
             return False
@@ -152,7 +158,7 @@ class LogitBias(_PerRow[tuple[np.ndarray, np.ndarray]]):
     def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
         if users := self.here(rows):
             index = _pairs(((i, tokens) for i, (tokens, _) in users), logits.device)
-            bias = torch.from_numpy(np.concatenate([values for _, (_, values) in users])).to(logits.device)
+            bias = upload(np.concatenate([values for _, (_, values) in users]), logits.device)
             logits[index] += bias  # the pairs are distinct: tokens are keys of a dict
         return logits
 
@@ -200,10 +206,10 @@ class Penalties(_PerRow[_Counts]):
         if not users:
             return logits
         index = _pairs(((i, c.tokens[: len(c)]) for i, c in users), logits.device)
-        counts = torch.from_numpy(np.concatenate([c.counts[: len(c)] for _, c in users])).to(logits.device)
+        counts = upload(np.concatenate([c.counts[: len(c)] for _, c in users]), logits.device)
         penalties = np.asarray([c.penalties for _, c in users], np.float32)  # [users, 3]
         lengths = [len(c) for _, c in users]
-        repetition, frequency, presence = torch.from_numpy(penalties.T.repeat(lengths, 1)).to(logits.device)  # [N] each
+        repetition, frequency, presence = upload(penalties.T.repeat(lengths, 1), logits.device)  # [N] each
         values = logits[index]
         values = torch.where(values > 0, values / repetition, values * repetition)
         logits[index] = values - frequency * counts - presence * (counts > 0)

@@ -8,12 +8,16 @@
 Invariant: what a row gets depends on its own logits, parameters and output only, never on its neighbours. The random
 numbers of a draw are a function of (seed, position); see uniform.py.
 
+All of it is given to the device without waiting for it (`launch`); a call then waits for what comes of it, and who
+has something better to do lets it travel (runner/late.py).
+
 The sampler knows nothing of requests' names, of the scheduler, or of which tokens end a sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +28,32 @@ from minivllm.request import SamplingParams
 from minivllm.sampling.base import LogitsProcessor, Sampled
 from minivllm.sampling.draw import pad_to_blocks
 from minivllm.sampling.draws import TORCH, Draws
-from minivllm.sampling.logprobs import position_logprobs
+from minivllm.sampling.logprobs import find_logprobs, read_logprobs
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.upload import upload
 
 # (probs [C, V] after all filters, seeds [C], positions [C], which logits rows of the call [C]) -> tokens, valid [C]
 Pick = Callable[[Tensor, np.ndarray, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
+
+
+class Launched(NamedTuple):
+    """What comes of a call, where its logits are."""
+
+    # tokens [S] int64; valid [S] bool: which logits rows had a usable distribution; if anybody asked for
+    # log-probabilities, their Columns (see logprobs.py) of those rows
+    tensors: tuple[Tensor, ...]
+    num_logprobs: np.ndarray  # [S] int64: how many likeliest tokens each logits row reports; -1: not even its own
+
+    def landed(self, arrays: Sequence[np.ndarray]) -> Sampled:
+        """arrays: `tensors`, on the host."""
+        tokens, valid, *columns = arrays
+        logprobs: list[PositionLogprobs | None] = [None] * len(tokens)
+        if columns:
+            asked = np.flatnonzero(self.num_logprobs >= 0)
+            found = read_logprobs(columns, self.num_logprobs[asked].tolist())
+            for i, entries in zip(asked.tolist(), found, strict=True):
+                logprobs[i] = entries
+        return Sampled(tokens, logprobs, np.flatnonzero(~valid))
 
 
 class Sampler:
@@ -48,7 +72,9 @@ class Sampler:
         self.draws = draws
         self.processors = [make(vocab_size, max_rows) for make in processors]
         self.uses = np.zeros((len(self.processors), max_rows), bool)  # [processor, row]
+        self._follow = np.array([p.follows_output for p in self.processors], bool)  # [processor]
         self.joined = np.zeros(max_rows, bool)
+        self.generation = np.zeros(max_rows, np.int64)  # how many requests have joined the row: whose it is
         self.temperature = np.zeros(max_rows, np.float32)  # 0: greedy
         self.top_k = np.zeros(max_rows, np.int64)  # 0: off
         self.top_p = np.ones(max_rows, np.float64)
@@ -61,6 +87,7 @@ class Sampler:
         assert not self.joined[row], f"row {row} is taken"
         assert params.greedy or params.seed is not None, "sampling parameters must be resolved: no seed"
         self.joined[row] = True
+        self.generation[row] += 1
         self.temperature[row] = 0 if params.greedy else params.temperature
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
@@ -83,31 +110,42 @@ class Sampler:
         if not self.uses.any():
             return
         for used, processor in zip(self.uses, self.processors, strict=True):
-            for i in np.flatnonzero(used[rows]).tolist():
-                processor.observe(int(rows[i]), int(tokens[i]))
+            if processor.follows_output:
+                for i in np.flatnonzero(used[rows]).tolist():
+                    processor.observe(int(rows[i]), int(tokens[i]))
+
+    def follow_output(self, rows: np.ndarray) -> np.ndarray:
+        """[N] bool: for which of `rows` what is chosen next depends on what has been observed."""
+        return self.uses[self._follow][:, rows].any(0)
 
     def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None) -> Sampled:
         """logits [S, V] fp32 (may be changed), rows [S] int64, positions [S] int64: index in the sequence of the token
         to be drawn. pick: how rows that are not greedy get theirs; None: a draw."""
-        assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
         if not len(rows):
             return Sampled(np.empty(0, np.int64), [])
-        asked = np.flatnonzero(self.num_logprobs[rows] >= 0)
+        launched = self.launch(logits, rows, positions, pick)
+        return launched.landed([tensor.cpu().numpy() for tensor in launched.tensors])
+
+    def launch(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None) -> Launched:
+        """All of a call but the wait for what comes of it. S >= 1."""
+        assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
+        num_logprobs = self.num_logprobs[rows]
+        asked = np.flatnonzero(num_logprobs >= 0)
+        at = upload(asked, logits.device) if len(asked) else None
         changing = self._users(rows, keeps_argmax=False)
-        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) and changing else None
+        raw = logits[at] if at is not None and changing else None
         for processor in changing:
             logits = processor.apply(logits, rows)
-        tokens, invalid = self._choose(logits, rows, positions, pick)
-        if raw is None and len(asked):
-            raw = logits if len(asked) == len(rows) else logits[torch.from_numpy(asked).to(logits.device)]
-        logprobs: list[PositionLogprobs | None] = [None] * len(rows)
-        if raw is not None:
-            self._report(logprobs, raw, asked, rows, tokens)
-        return Sampled(tokens, logprobs, invalid)
+        tokens, valid = self._choose(logits, rows, positions, pick)
+        if at is None:
+            return Launched((tokens, valid), num_logprobs)
+        if raw is None:
+            raw = logits if len(asked) == len(rows) else logits[at]
+        return Launched((tokens, valid, *find_logprobs(raw, tokens[at], int(num_logprobs.max()))), num_logprobs)
 
     def choose(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None) -> np.ndarray:
         """The draw alone, with no processors that change logits and no report: for guessing what a call would give."""
-        return self._choose(logits, rows, positions, pick)[0]
+        return self._choose(logits, rows, positions, pick)[0].cpu().numpy()
 
     def check(self) -> None:
         """No state outlives its request."""
@@ -122,14 +160,11 @@ class Sampler:
         needed = self.uses[:, rows].any(1)
         return [p for p, used in zip(self.processors, needed, strict=True) if used and p.keeps_argmax == keeps_argmax]
 
-    def is_plain(self, rows: np.ndarray) -> bool:
-        """Whether these requests want a token each and nothing else: `launch` is then all that there is to do."""
-        return not self.uses[:, rows].any() and bool((self.num_logprobs[rows] < 0).all())
-
-    def launch(
+    def _choose(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None
     ) -> tuple[Tensor, Tensor]:
-        """-> tokens [S] int64, and which logits rows had a usable distribution [S] bool; both where the logits are."""
+        """-> tokens [S] int64, and which logits rows had a usable distribution [S] bool. Of the others the token is any
+        of the vocabulary."""
         random = np.flatnonzero(self.temperature[rows] > 0)
         if len(random) < len(rows):
             tokens = argmax(logits)
@@ -147,17 +182,6 @@ class Sampler:
             tokens[at], valid[at] = drawn, fine
         return tokens, valid
 
-    def _choose(
-        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """-> tokens [S], and which logits rows had no usable distribution."""
-        tokens, valid = (x.cpu().numpy() for x in self.launch(logits, rows, positions, pick))
-        invalid = np.flatnonzero(~valid)
-        if len(invalid):
-            some = torch.nan_to_num(logits[torch.from_numpy(invalid).to(logits.device)], nan=float("-inf"))
-            tokens[invalid] = argmax(some).cpu().numpy()
-        return tokens, invalid
-
     def probabilities(self, logits: Tensor, rows: np.ndarray) -> Tensor:
         """logits [C, V] of rows that are not greedy -> what their draws see: [C, V rounded up to BLOCK], not
         normalised."""
@@ -168,12 +192,6 @@ class Sampler:
         probs = torch.softmax(pad_to_blocks(scaled), -1)
         self.draws.filter(probs, self.top_k[rows], self.top_p[rows], self.min_p[rows])
         return probs
-
-    def _report(self, out: list, raw: Tensor, asked: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> None:
-        counts = self.num_logprobs[rows[asked]]
-        entries = position_logprobs(raw, tokens[asked], int(counts.max()))
-        for i, count, entry in zip(asked.tolist(), counts.tolist(), entries, strict=True):
-            out[i] = entry[: count + 1]
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ How a token is chosen is the axis `spec_decode.acceptance`:
     rejection  by rejection sampling (rejection.py): another token than without drafts, from exactly the same
                distribution. Greedy requests have one likely token, so for them the two are one.
 
-Rows of requests without logits processors are chosen all at once. Others go in rounds, one position of each request a
-round, because what a processor does to row j depends on the tokens before it: it observes only tokens that are final,
-each before the next position's apply().
+Rows are chosen all at once, but for those with a logits processor that follows the output. They go in rounds, one
+position of each request a round, because what a processor does to row j depends on the tokens before it: it observes
+only tokens that are final, each before the next position's apply().
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from minivllm.plan import PositionLogprobs
 from minivllm.sampling.base import Sampled
 from minivllm.sampling.sampler import Pick, Sampler
+from minivllm.upload import upload
 
 # (drafts [N], rows [N], places [N]: how many drafts of the same request come before) -> how to pick
 PickFor = Callable[[np.ndarray, np.ndarray, np.ndarray], Pick | None]
@@ -57,7 +57,7 @@ class Verifier:
             sampled.kept = np.arange(len(rows))
             return sampled
         places = _places(rows)
-        stateful = self.sampler.uses[:, rows].any(0)
+        stateful = self.sampler.follow_output(rows)
         result = _Result(len(rows))
         plain = np.flatnonzero(~stateful)
         if len(plain):
@@ -82,7 +82,7 @@ class Verifier:
         places: np.ndarray,
     ) -> np.ndarray:
         """Choose the tokens of some logits rows. -> [len(which)] bool: whose draft was accepted."""
-        part = logits if len(which) == len(rows) else logits[torch.from_numpy(which).to(logits.device)]
+        part = logits if len(which) == len(rows) else logits[upload(which, logits.device)]
         pick = self.pick_for(drafts[which], rows[which], places[which])
         sampled = self.sampler(part, rows[which], positions[which], pick)
         result.put(which, sampled)

@@ -8,6 +8,8 @@ import time
 import numpy as np
 import pytest
 import torch
+from late_copies import LateCopies, PatientCopies
+from tolerances import ATTENTION
 
 from minivllm import LLM, SamplingParams, StructuredParams
 from minivllm.config import EngineConfig
@@ -20,62 +22,23 @@ from minivllm.request import BeamSearchParams, EngineRequest
 from minivllm.runner import late
 from minivllm.runner.late import PinnedRing
 from minivllm.runner.runner import ModelRunner
+from minivllm.sampling.sampler import Sampler
 
 TINY = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.block_size": 8, "executor.num_threads": 1}
-POISON = 77  # what a buffer holds until its copy arrives: a token, so that reading it early is no crash
-
-
-class LateCopies:
-    """A stream as unkind as one may be: a copy arrives when somebody waits for it, or by chance earlier, and in any
-    order; it reads its source when it was asked to, as a device does behind its queue."""
-
-    def __init__(self, seed: int):
-        self._chance = random.Random(seed)
-        self._in_flight: list[LateCopy] = []
-        self.num_copies = self.most_in_flight = 0
-
-    def pinned(self, size):
-        return torch.full((size,), POISON)
-
-    def copy(self, source, target):
-        assert source.dtype == torch.int64 and source.shape == target.shape
-        assert not any(copy.target.data_ptr() == target.data_ptr() for copy in self._in_flight), "rewritten in flight"
-        target.fill_(POISON)
-        self._in_flight.append(LateCopy(self, source.clone(), target))
-        self.num_copies += 1
-        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
-        return self._in_flight[-1]
-
-    def let_some_arrive(self):
-        for copy in self._chance.sample(self._in_flight, len(self._in_flight)):
-            if self._chance.random() < 0.1:
-                copy.arrive()
-
-
-class LateCopy:
-    def __init__(self, stream, source, target):
-        self.stream, self.source, self.target = stream, source, target
-
-    def arrive(self):
-        self.target.copy_(self.source)
-        self.stream._in_flight.remove(self)
-
-    def is_here(self):
-        self.stream.let_some_arrive()
-        return self not in self.stream._in_flight
-
-    def wait(self):
-        if self in self.stream._in_flight:
-            self.arrive()
 
 
 @pytest.fixture
 def streams(monkeypatch):
-    """An engine with an overlap has tokens that stay on its device; here are the streams of those that were built."""
+    """An engine with an overlap has tokens that stay on its device; here are the streams of those that were built: of
+    each that of its tokens, then that of its prompts' log-probabilities."""
+    return streams_of(LateCopies, monkeypatch)
+
+
+def streams_of(kind, monkeypatch):
     made = []
 
     def make(device):
-        made.append(LateCopies(len(made)))
+        made.append(kind(len(made)))
         return made[-1]
 
     monkeypatch.setattr(late, "make_copies", make)
@@ -83,7 +46,7 @@ def streams(monkeypatch):
 
 
 def generate(kinds, **overrides):
-    """(tokens and ends of every output, beams)"""
+    """(tokens and ends of every output, beams, log-probabilities)"""
     prompts = [[i, 2 * i + 1, 3] * (1 + 5 * (i % 3)) for i in range(12)]
     of_each = [kinds[i % len(kinds)] for i in range(12)]
     params = [SamplingParams(max_tokens=6 + i + 15 * (k in PLAIN), seed=i, **k) for i, k in enumerate(of_each)]
@@ -91,15 +54,33 @@ def generate(kinds, **overrides):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         beams = llm.beam_search([[1, 2, 3], [4, 5]], BeamSearchParams(beam_width=3, max_tokens=6), use_tqdm=False)
     of_requests = [(o.text, list(o.token_ids), o.finish_reason) for out in outputs for o in out.outputs]
-    return of_requests, [[list(o.token_ids) for o in out.outputs] for out in beams]
+    logprobs = [found for out in outputs for found in (out.prompt_logprobs, *(o.logprobs for o in out.outputs))]
+    return of_requests, [[list(o.token_ids) for o in out.outputs] for out in beams], logprobs
+
+
+def assert_same_logprobs(got, wanted):
+    assert len(got) == len(wanted)
+    for mine, its in zip(got, wanted, strict=True):
+        assert (mine is None) == (its is None) and len(mine or ()) == len(its or ())
+        for position, other in zip(mine or (), its or (), strict=True):
+            if position != other:  # a forward of other rows may round otherwise
+                assert list(position) == list(other)
+                assert [entry.rank for entry in position.values()] == [entry.rank for entry in other.values()]
+                values = [[entry.logprob for entry in entries.values()] for entries in (position, other)]
+                np.testing.assert_allclose(*values, **ATTENTION[torch.float32])
 
 
 PLAIN = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 0.8, "stop": ["a", "e", " "]}]
-MIXED = [  # some need the host between two steps; the others outlive them
+FOLLOWING = [  # what is chosen next depends on the output
     {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
-    {"temperature": 1.0, "n": 2, "logprobs": 2},
-    {"temperature": 0.0, "prompt_logprobs": 1, "min_tokens": 7},
+    {"temperature": 0.0, "prompt_logprobs": 1, "min_tokens": 7, "logprobs": 0},
     {"temperature": 0.7, "structured": StructuredParams(regex="([a-z ]{2,5}[0-9]){2,9}")},
+    {"temperature": 1.0, "structured": StructuredParams(choice=["yes", "no", "perhaps"]), "logprobs": 1},
+    {"temperature": 1.0, "bad_words": ["a", " e"], "presence_penalty": 0.5, "allowed_token_ids": list(range(30, 99))},
+]
+MIXED = [  # the plain ones outlive the others
+    *FOLLOWING,
+    {"temperature": 1.0, "n": 2, "logprobs": 2, "logit_bias": {60: 3.0, 61: -1.0}},
     *PLAIN,
 ]
 
@@ -123,10 +104,35 @@ def wanted():
 )
 def test_late_tokens_are_those_of_the_synchronous_engine(options, kinds, wanted, streams):
     got = generate({"plain": PLAIN, "mixed": MIXED}[kinds], **{"engine.overlap": 2, **options})
-    assert got == wanted[kinds]
-    (stream,) = streams
+    assert got[:2] == wanted[kinds][:2]
+    assert_same_logprobs(got[2], wanted[kinds][2])
+    stream, prompts = streams
+    assert not prompts._in_flight and (prompts.num_copies > 0) == (kinds == "mixed")
     assert stream.num_copies > 5 and not stream._in_flight
     assert stream.most_in_flight == 2, "no step was started before the one before it had landed"
+
+
+def test_a_step_whose_processors_need_its_tokens_starts_behind_the_one_before_it_all_the_same(monkeypatch):
+    """As many forwards are launched while a step is in flight as with requests that need nothing."""
+    params = [SamplingParams(max_tokens=20, seed=i, ignore_eos=True, **FOLLOWING[i % 3]) for i in range(6)]
+    plain = [SamplingParams(max_tokens=20, seed=i, ignore_eos=True, **PLAIN[i % 2]) for i in range(6)]
+    run_model, of_engine = ModelRunner.run_model, []
+
+    def watching(runner, batch):
+        followers = runner.sampler.follow_output(batch.rows).any()
+        of_engine.append((len(streams[0]._in_flight), followers))
+        return run_model(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "run_model", watching)
+    shares = []
+    for asked in (params, plain, params[:1] + plain[1:]):
+        streams, of_engine = streams_of(PatientCopies, monkeypatch), []
+        with LLM(overrides={**TINY, "kv.num_blocks": 90, "engine.overlap": 2}) as llm:
+            of_engine.clear()
+            llm.generate([[i, 3] for i in range(6)], asked, use_tqdm=False)
+        assert any(followers for _, followers in of_engine) == (asked is not plain)
+        shares.append((len(of_engine), sum(num_in_flight == 1 for num_in_flight, _ in of_engine)))
+    assert all(num_overlapped >= num_steps - 2 for num_steps, num_overlapped in shares), shares
 
 
 def test_a_synchronous_engine_has_its_tokens_at_once(streams, wanted):
@@ -175,8 +181,14 @@ def requests(seed: int) -> list[EngineRequest]:
     ]
 
 
-LONG = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}] * 5 + [
-    {"temperature": 0.0, "repetition_penalty": 1.2}
+LONG = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 1},
+    {"temperature": 0.9, "structured": StructuredParams(regex="([a-z ]{2,5}[0-9]){1,9}"), "min_tokens": 2},
+    {"temperature": 0.9, "bad_words_token_ids": ((5,), (9, 7)), "prompt_logprobs": 2, "min_tokens": 4},
+    {"temperature": 1.0, "frequency_penalty": 0.4, "logit_bias": {5: 2.0, 9: 2.0}, "logprobs": 0},
+    {"temperature": 1.0, "structured": StructuredParams(choice=["yes", "no", "perhaps"]), "logprobs": 2},
 ]
 
 
@@ -185,7 +197,7 @@ def tokens_of(core: EngineCore, asked: list[EngineRequest], rng: random.Random |
     tokens: dict[str, list[int]] = {request.id: [] for request in asked}
     gone: set[str] = set()
     waiting = list(asked)
-    while waiting or core.has_work:
+    while waiting or not core.is_settled:
         for _ in range(len(waiting) if rng is None else min(len(waiting), rng.randrange(3))):
             core.add(waiting.pop(0))
         if rng is not None and rng.random() < 0.1:
@@ -203,28 +215,52 @@ def tokens_of(core: EngineCore, asked: list[EngineRequest], rng: random.Random |
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("inputs, graphs", [("gather", "none"), ("persistent", "full+piecewise"), ("rebuild", "none")])
 def test_aborts_and_failing_steps_leave_the_others_their_tokens(inputs, graphs, seed, streams, monkeypatch):
-    """Steps fail before they begin, or behind their launch, when their tokens are on their way."""
+    """Steps fail before they begin, behind their launch, in the middle of sampling, or when their tokens are on their
+    way: nobody reads those."""
     asked, rng = requests(seed), random.Random(seed)
     wanted = tokens_of(core_of(), asked)
-    run_model, num_run, in_flight = ModelRunner.run_model, 0, []
+    run_model, launch, append = ModelRunner.run_model, Sampler.launch, late.NewestTokens.append
+    num_run, fails_at, in_flight = 0, "", []
 
-    def failing(runner, batch):
-        nonlocal num_run
-        num_run += 1
-        fails = num_run % (7 + seed) == 0
-        hidden = run_model(runner, batch) if num_run % 2 or not fails else None
-        if fails:
-            in_flight.append(len(streams[0]._in_flight))
+    def fail(where):
+        nonlocal fails_at
+        if fails_at == where:
+            fails_at = ""
+            in_flight.append((where, len(streams[0]._in_flight)))
             raise ZeroDivisionError
+
+    def failing_run(runner, batch):
+        nonlocal num_run, fails_at
+        num_run += 1
+        if num_run % (5 + seed) == 0:
+            fails_at = ("before", "launched", "sampled", "sent")[num_run // (5 + seed) % 4]
+        fail("before")
+        hidden = run_model(runner, batch)
+        fail("launched")
         return hidden
 
+    def failing_launch(sampler, *args):
+        launched = launch(sampler, *args)
+        fail("sampled")
+        return launched
+
+    def failing_append(tokens, *args):
+        fail("sent")
+        return append(tokens, *args)
+
     core = core_of(**{"engine.overlap": 2, "runner.inputs": inputs, "runner.graphs": graphs, "kv.num_blocks": 20})
-    monkeypatch.setattr(ModelRunner, "run_model", failing)
+    monkeypatch.setattr(ModelRunner, "run_model", failing_run)
+    monkeypatch.setattr(Sampler, "launch", failing_launch)
+    monkeypatch.setattr(late.NewestTokens, "append", failing_append)
+    runner = core.executor.inner.worker.runner
     got = tokens_of(core, asked, rng)
     assert got == {req_id: wanted[req_id] for req_id in got}
-    assert max(in_flight) == 1, "no step failed while another was in flight"
-    assert len(asked) // 3 < len(got) < len(asked) and not streams[0]._in_flight
+    assert {where for where, _ in in_flight} == {"before", "launched", "sampled", "sent"}
+    assert {1} <= {n for where, n in in_flight if where in ("before", "launched")}, "none failed behind one in flight"
+    assert len(asked) // 5 < len(got) < len(asked)
     core.scheduler.check()
+    runner.sampler.check()
+    assert not runner.rows.of and len(runner.verifier._unread) <= 1, "what failed is not kept"
 
 
 # ---------------------------------------------------------------- the ring
@@ -233,15 +269,41 @@ def test_aborts_and_failing_steps_leave_the_others_their_tokens(inputs, graphs, 
 def test_a_buffer_is_used_again_once_it_has_been_read():
     stream = LateCopies(0)
     ring = PinnedRing(stream, num_buffers=2, size=4)
-    first, second = ring.send(torch.tensor([1, 2, 3])), ring.send(torch.tensor([4]))
-    with pytest.raises(AssertionError, match="more steps are in flight"):
-        ring.send(torch.tensor([5]))
-    assert second.open().tolist() == [4]  # the order of landing is not the ring's business
-    with pytest.raises(AssertionError, match="more steps are in flight"):
-        ring.send(torch.tensor([5]))
-    kept = first.open()
-    ring.send(torch.tensor([6, 7, 8, 9])).open()
-    assert kept.tolist() == [1, 2, 3], "what was read does not change when the buffer is used again"
+    first, second = ring.send([torch.tensor([1, 2, 3])]), ring.send([torch.tensor([4])])
+    assert second.open()[0].tolist() == [4]  # the order of landing is not the ring's business
+    third = ring.send([torch.tensor([5])])  # in the first one's buffer, which is read before
+    assert stream.num_waits == 2 and first.is_here() and not third._arrays
+    assert first.open()[0].tolist() == [1, 2, 3] and stream.num_waits == 2
+    fourth = ring.send([torch.tensor([6, 7, 8, 9])])
+    assert [sent.open()[0].tolist() for sent in (first, second, third, fourth)] == [[1, 2, 3], [4], [5], [6, 7, 8, 9]]
+
+
+def test_a_parcel_may_be_opened_again_and_does_not_give_its_buffer_back_twice():
+    stream = LateCopies(0)
+    ring = PinnedRing(stream, num_buffers=1)
+    first = ring.send([torch.tensor([1, 2])])
+    assert first.open() is first.open()
+    second = ring.send([torch.tensor([3, 4])])
+    first.open()
+    third = ring.send([torch.tensor([5, 6])])  # the stream would say if it were written in flight
+    assert [sent.open()[0].tolist() for sent in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_tensors_of_any_number_shape_and_type_travel_and_pieces_grow_to_fit():
+    stream = LateCopies(0)
+    ring = PinnedRing(stream, num_buffers=2)
+    generator, sent = torch.Generator().manual_seed(0), []
+    for i, shapes in enumerate([[(3,)], [(2, 5), (2, 5)], [], [(7,), (2, 3), (1, 1)], [(1, 9), (2, 40)], [(4,)]]):
+        dtypes = [torch.int64, torch.float32, torch.bool][i % 3 :] + [torch.float32] * 3
+        tensors = [(torch.rand(s, generator=generator) * 9).to(d) for s, d in zip(shapes, dtypes, strict=False)]
+        sent.append((ring.send(tensors), [t.clone() for t in tensors]))
+    for parcel, wanted in sent:
+        for array, tensor in zip(parcel.open(), wanted, strict=True):
+            assert array.dtype == tensor.numpy().dtype and np.array_equal(array, tensor.numpy())
+    num_pinned = stream.num_pinned
+    for _ in range(4):
+        ring.send([torch.zeros(4)])
+    assert stream.num_pinned == num_pinned, "pieces that fit are kept"
 
 
 # ---------------------------------------------------------------- the executor
@@ -287,6 +349,24 @@ def test_the_next_step_is_started_before_the_one_before_has_landed_and_they_land
     slow.ended.release(2)
     assert [future.result(10).tokens["a"][0] for future in futures] == [0, 1, 2]
     assert slow.log == ["start 0", "start 1", "land 0", "start 2", "land 1", "land 2"]
+    executor.shutdown()
+
+
+def test_a_device_that_fails_when_it_is_asked_ends_the_wait():
+    num_asked = 0
+
+    def is_here():
+        nonlocal num_asked
+        num_asked += 1
+        return 1 // (3 - num_asked) > 1
+
+    class Broken:
+        def execute(self, plan):
+            return Landing(is_here, is_here)
+
+    executor = BackgroundExecutor(lambda: UniExecutor(Broken))
+    with pytest.raises(ZeroDivisionError):
+        executor.submit(StepPlan(step=0)).result(10)
     executor.shutdown()
 
 

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.sampling.logprobs import position_logprobs
+from minivllm.sampling.logprobs import find_logprobs, read_logprobs
+
+
+def position_logprobs(logits, tokens, num_top):
+    columns = find_logprobs(logits, torch.as_tensor(tokens), num_top)
+    return read_logprobs([column.numpy() for column in columns], [num_top] * len(tokens))
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])

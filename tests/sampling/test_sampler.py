@@ -160,6 +160,7 @@ class Counted:
     """A processor from outside: forbids odd tokens, keeps the argmax of nobody in particular."""
 
     keeps_argmax = True
+    follows_output = False
     calls = 0
 
     def __init__(self, vocab_size, max_rows):

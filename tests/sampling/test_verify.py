@@ -99,6 +99,7 @@ class Watcher:
     """A processor that notes what it is told, in order."""
 
     keeps_argmax = False
+    follows_output = True
 
     def __init__(self, vocab_size, max_rows):
         self.seen: list = []
