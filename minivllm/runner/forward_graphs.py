@@ -9,10 +9,9 @@
 
 A whole forward can be captured where the attention backend says so (`AttentionBackend.graphs`): its metadata then has
 shapes that follow from the number of requests, and `StaticAttention` keeps it where the capture reads it. A model may
-object (`capture_obstacle`): torch's way to compute experts asks the host. What a LoRA
-adapter adds depends on who is in the step: it is done aside, between two captures, and a step with an adapter in it is
-not replayed whole. On a CPU the captures are recorded calls (compile/graphs.py): slower than calling, and a test of all
-that a graph takes for granted.
+object (`capture_obstacle`): torch's way to compute experts asks the host. What a LoRA adapter adds depends on who is in
+the step: it is done aside, between two captures, and a step with an adapter in it is not replayed whole. On a CPU the
+captures are recorded calls (compile/graphs.py): slower than calling, and a test of all that a graph takes for granted.
 """
 
 from __future__ import annotations
