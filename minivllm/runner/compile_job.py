@@ -34,7 +34,9 @@ logger = logging.getLogger("minivllm")
 
 
 # What a builder takes of a GPU while it is at work: a CUDA context (about 0.5 GB on a large card) and the kernels that
-# Triton loads as it compiles them. It makes no tensors: the model is traced without data, and nothing is timed.
+# Triton loads as it compiles them. Of tensors it makes only the tiny ones of Inductor's patterns: the model is traced
+# without data, and nothing is timed. An estimate, as no card has run it; a builder that finds no room fails, not the
+# engine.
 GPU_BYTES = 1 << 30
 
 

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from naive_attention import hidden_of
-from toy_model import ToyModel
+from naive_attention import NaiveAttention, hidden_of
+from toy_model import VOCAB, ToyModel
 
+from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.compile.forms import FORMS, form_for
+from minivllm.compile.graphs import Captures, RecordedCalls
 from minivllm.compile.store import Store, environment
 from minivllm.loading.cache import Cache
 from minivllm.runner import forward_piecewise
@@ -39,14 +41,18 @@ def options(cache) -> ForwardOptions:
 def built(toy, tmp_path_factory):
     """The toy's forward with artifacts that a builder made, as an engine on a GPU has them made; and their cache."""
     cache, theirs = tmp_path_factory.mktemp("artifacts"), "/nowhere"
+    load, loaded = PiecewiseForward._load, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_piecewise, "form_for", lambda device: ARTIFACT)
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else it is found out in each process, by compiling
         patch.setenv("TRITON_CACHE_DIR", theirs)
+        patch.setattr(PiecewiseForward, "_load", lambda self, key: loaded.append(load(self, key)) or loaded[-1])
         key = job_for(toy, ARTIFACT, CPU, cache, 1, 0).key
         forward = PiecewiseForward(toy, CPU, options(cache))
         assert os.environ["TRITON_CACHE_DIR"] == theirs
-    return SimpleNamespace(cache=cache, key=key, forward=forward, store=Store(Cache(cache), ARTIFACT))
+    return SimpleNamespace(
+        cache=cache, loaded=loaded[-1], key=key, forward=forward, store=Store(Cache(cache), ARTIFACT)
+    )
 
 
 def test_a_device_has_its_form():
@@ -59,6 +65,21 @@ def test_every_number_of_tokens_computes_what_the_eager_model_does(toy, built):
     for num_tokens in range(1, 129):
         got, expected = hidden_of(toy, built.forward._forward, num_tokens), hidden_of(toy, toy, num_tokens)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_captured_of_them_can_be_replayed(toy, built, monkeypatch):
+    """Their results lie where the next capture reads them, for steps in any order and with other tokens."""
+    monkeypatch.setattr(PiecewiseForward, "_load", lambda self, key: built.loaded)
+    shapes = Captures((8, 4, 2, 1), RecordedCalls())
+    forward = PiecewiseForward(toy, CPU, replace(options(built.cache), shapes=shapes))._forward
+    context = ForwardContext(NaiveAttention(), None, [torch.empty(0)], toy.attention_layers)
+    for size in (8, 4, 2, 1, 4, 8, 1, 2):
+        token_ids, positions = torch.randint(VOCAB, (size,)), torch.randperm(size)
+        with torch.inference_mode(), forward_context(context):
+            got, expected = forward(*shapes.inputs(token_ids, positions)), toy(token_ids, positions)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        if size == 1:
+            shapes.seal()  # each size has been recorded
 
 
 def test_a_second_start_finds_them(toy, built, monkeypatch):
