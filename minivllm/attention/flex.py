@@ -28,8 +28,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minivllm.attention.base import NHD, AttentionSpec, KVSpec, check_layers
 from minivllm.attention.codes import NO_CODES
-from minivllm.attention.rows import Part, put, split, take
+from minivllm.attention.rows import Part, put, send, split, take
 from minivllm.errors import ConfigError
+from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -98,7 +99,7 @@ class FlexBackend:
         return (2, num_blocks, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_size)
 
     def prepare(self, batch: InputBatch) -> _Meta:
-        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
+        slots = send(batch.slot_mapping, torch.int64, self.device)
         blocks = self._number(batch.seq_lens[: batch.num_requests], batch.block_tables[: batch.num_requests])
         decodes, others = split(batch, self.device)
         calls = [
@@ -122,21 +123,21 @@ class FlexBackend:
         written = np.zeros(len(own), np.int64)
         np.maximum.at(written, number, np.minimum((seq_lens[:, None] - columns * page)[used], page))
         holes = np.flatnonzero(np.arange(page) >= written[:, None])
-        gathered = torch.from_numpy(own.astype(np.int64)).to(self.device)
-        return _Blocks(renumbered, places[own], gathered, torch.from_numpy(holes).to(self.device))
+        gathered = upload(own.astype(np.int64), self.device)
+        return _Blocks(renumbered, places[own], gathered, upload(holes, self.device))
 
     def _call(self, batch: InputBatch, blocks: _Blocks, part: Part, packed: bool) -> _Call:
         request = np.repeat(part.requests, np.diff(part.query_start))  # [queries]
         position = batch.positions[part.index].astype(np.int32)
         arrays = request.astype(np.int32), position, blocks.tables, blocks.places
-        tensors = [torch.tensor(array, device=self.device) for array in arrays]
+        tensors = [upload(array, self.device) for array in arrays]
         tile = QUERY_TILE if packed else 1
         masks = {}
         for window in self.windows:
             lists = block_lists(request, position, blocks.tables, self.spec.block_size, window, tile)
             shape = (1, 1, len(lists), -1) if packed else (len(lists), 1, 1, -1)
-            counts = torch.tensor([len(x) for x in lists], dtype=torch.int32, device=self.device)
-            indices = torch.from_numpy(padded(lists)).to(self.device)
+            counts = upload(np.array([len(x) for x in lists], np.int32), self.device)
+            indices = upload(padded(lists), self.device)
             masks[window] = BlockMask.from_kv_blocks(
                 counts.view(shape[:3]),
                 indices.view(shape),

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
 from minivllm.attention.codes import NO_CODES
+from minivllm.attention.rows import send
 from minivllm.attention.sdpa_plan import Decodes, Planner, Prefill, View
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class SDPAAttention:
         return (2, self.spec.num_kv_heads, num_blocks, self.spec.block_size, self.spec.head_size)
 
     def prepare(self, batch: InputBatch) -> _Meta:
-        slots = torch.tensor(batch.slot_mapping, dtype=torch.int64, device=self.device)
+        slots = send(batch.slot_mapping, torch.int64, self.device)
         return _Meta(slots, batch.num_tokens, {spec: self.planner.view(spec, batch) for spec in self.specs})
 
     def forward(

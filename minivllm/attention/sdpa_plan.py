@@ -21,6 +21,7 @@ from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec
 from minivllm.attention.reference import visible
+from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -160,7 +161,7 @@ class Planner:
         begin, end = extents.first_key - origin, extents.seq_len - origin
         rows = as_slice(extents.query_start)
         if rows is None:
-            rows = torch.from_numpy(extents.query_start).to(self.device)
+            rows = upload(extents.query_start, self.device)
         num_keys = width * self.block_size
         fused = spec.soft_cap is None and num_requests * spec.num_kv_heads * num_keys <= FUSED_KEYS
         if num_requests == 1 and is_run(blocks[0]):
@@ -183,14 +184,14 @@ class Planner:
         dense = self.workspace[:size].view(-1, columns)
         num_keys = blocks.shape[1] * self.block_size
         keys, values = dense.view(2, len(blocks), spec.num_kv_heads, num_keys, spec.head_size)
-        return Keys(0, num_keys, torch.from_numpy(index).to(self.device), dense, keys, values)
+        return Keys(0, num_keys, upload(index, self.device), dense, keys, values)
 
     def _bias(self, begin: np.ndarray, end: np.ndarray, num_keys: int) -> Tensor | None:
         """[requests, 1, 1, num_keys]: 0 from begin to end, else -inf. None: 0 everywhere."""
         if not begin.any() and (end == num_keys).all():
             return None
         key = np.arange(num_keys)
-        unseen = torch.from_numpy((key >= end[:, None]) | (key < begin[:, None])).to(self.device)[:, None, None]
+        unseen = upload((key >= end[:, None]) | (key < begin[:, None]), self.device)[:, None, None]
         return torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, -torch.inf)
 
     def _holes(self, spec: AttentionSpec, num_blocks: np.ndarray, end: np.ndarray, width: int) -> Tensor | None:
@@ -207,7 +208,7 @@ class Planner:
         heads = planes * spec.num_kv_heads + np.arange(spec.num_kv_heads)  # [2, holes, kv_heads]
         key = column[block] * self.block_size + offset
         rows = heads * (width * self.block_size) + key[:, None]
-        return torch.from_numpy(rows.reshape(-1)).to(self.device)
+        return upload(rows.reshape(-1), self.device)
 
     def _prefill(self, spec: AttentionSpec, extents: _Extents, table: np.ndarray) -> Prefill:
         """extents of one request: integers."""

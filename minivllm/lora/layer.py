@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from minivllm.compile.context import aside
 from minivllm.kernels.cpu import lora as cpu_kernel
 from minivllm.layers.linear import Linear, QuantMethod, Unquantized
+from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.kernels.dispatch import Dispatch
@@ -87,7 +88,7 @@ class TokenGroups:
         first, last = int(tokens[0]), int(tokens[-1])
         if last - first + 1 == len(tokens):
             return slice(first, last + 1)
-        return torch.from_numpy(tokens).to(self.device)
+        return upload(tokens, self.device)
 
 
 class TorchProducts:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from minivllm.sampling.draw import draw
 from minivllm.sampling.uniform import uniform
+from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.sampling.draws import Draws
@@ -65,14 +66,14 @@ def reject(
     known [S]: what each draft was drawn from, not normalised, None: it was proposed for sure; seeds, positions [S] as
     in draw. -> (tokens [S] int64, valid [S] bool)."""
     proposed = np.flatnonzero(drafts >= 0)
-    at = torch.from_numpy(proposed).to(probs.device)
-    guesses = torch.from_numpy(drafts[proposed]).to(probs.device)
+    at = upload(proposed, probs.device)
+    guesses = upload(drafts[proposed], probs.device)
     p = probs[at]
     p /= p.sum(-1, keepdim=True)
     q = _draft_distributions(p, guesses, [known[i] for i in proposed.tolist()])
     lanes = torch.arange(len(at), device=probs.device)
     coin = uniform(seeds[proposed], positions[proposed], np.zeros(1, np.int64), COIN)[:, 0]
-    accepted = torch.from_numpy(coin).to(probs.device) * q[lanes, guesses] < p[lanes, guesses]
+    accepted = upload(coin, probs.device) * q[lanes, guesses] < p[lanes, guesses]
     # Where p and q are equal nothing is left and nothing is rejected; p stands in, and is not looked at.
     rest = (p - q).clamp_(min=0)
     probs[at] = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)

@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionBackend
@@ -172,7 +171,7 @@ class DraftModelProposer:
         hidden = self.run_model(batch)
         if not len(batch.sample_tokens):
             return {}
-        logits = self.logits(hidden[torch.from_numpy(batch.sample_tokens).to(hidden.device)])
+        logits = self.logits(hidden[upload(batch.sample_tokens, hidden.device)])
         rows = batch.rows[batch.sample_requests]
         tokens = self._choose(logits, rows, batch.positions_of(batch.sample_tokens, batch.sample_requests) + 1)
         return {batch.req_ids[i]: t for i, t in zip(batch.sample_requests.tolist(), tokens.tolist(), strict=True)}

@@ -188,7 +188,7 @@ class EagleProposer(DraftModelProposer):
         requests = np.asarray(list(requests), np.int64)
         if not len(requests):
             return {}
-        states = out[torch.from_numpy(where).to(out.device)]
+        states = out[upload(where, out.device)]
         positions = batch.positions_of(where, requests) + 2  # of what follows a pair
         tokens = self._choose(self.logits(states), batch.rows[requests], positions).tolist()
         req_ids = [batch.req_ids[i] for i in requests.tolist()]

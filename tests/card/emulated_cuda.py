@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from minivllm.compile import graphs
+from minivllm.compile.opaque import find, is_opaque, name_of
 from minivllm.executor import background
 
 CUDA = torch.device("cuda", 0)
@@ -137,6 +138,9 @@ class Card(TorchDispatchMode):
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **kwargs)  # a trace computes nothing
+        if is_opaque(func) and any(isinstance(x, OnDevice) for x in args):
+            with self:
+                return find(name_of(func))(*args, **kwargs)
         name, given = func._schema.name, tree_flatten((args, kwargs))[0]
         ours = [x for x in given if isinstance(x, OnDevice)]
         wanted = {x.type for x in given if isinstance(x, torch.device)}
@@ -250,6 +254,8 @@ class Event:
 
 
 class Stream:
+    device = CUDA
+
     def __init__(self, device: Any = None): ...
     def wait_stream(self, other: Any) -> None: ...
 

@@ -48,8 +48,9 @@ def generate(kinds: list[dict], **options) -> tuple[list, dict[str, str], list[s
 
 
 @functools.cache
-def wanted(all_kinds: bool) -> list:
-    return generate(KINDS if all_kinds else PLAIN, **{"model.device": "cpu", "runner.attention": "reference"})[0]
+def wanted(all_kinds: bool, model: str = "dummy:tiny") -> list:
+    options = {"model.device": "cpu", "runner.attention": "reference", "model.path": model}
+    return generate(KINDS if all_kinds else PLAIN, **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -81,10 +82,21 @@ def test_all_kinds_of_requests(options, card):  # noqa: F811
     assert generate(KINDS, **{"model.device": "cuda"} | options)[0] == wanted(True)
 
 
-def test_overlapped_steps_wait_for_nothing(card):  # noqa: F811
-    options = {"runner.attention": "triton", "engine.overlap": 2, "runner.inputs": "gather"}
-    tokens, _, waits = generate(PLAIN, **{"model.device": "cuda"} | options)
-    assert tokens == wanted(False) and waits == []
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"runner.attention": "triton", "runner.inputs": "gather"},
+        {"runner.attention": "triton", "runner.inputs": "persistent", "debug.preempt_every": 3},
+        {"runner.attention": "sdpa", "runner.kernels": "triton", "model.path": "dummy:tiny-moe"},
+    ],
+    ids=["on the device", "from the host", "experts"],
+)
+@pytest.mark.parametrize("all_kinds", [False, True], ids=["plain", "all kinds"])
+def test_overlapped_steps_wait_for_nothing(options, all_kinds, card):  # noqa: F811
+    kinds, overlapped = KINDS if all_kinds else PLAIN, {"model.device": "cuda", "engine.overlap": 2}
+    tokens, _, waits = generate(kinds, **overlapped | options)
+    assert waits == []
+    assert tokens == wanted(all_kinds, options.get("model.path", "dummy:tiny"))
 
 
 # ---------------------------------------------------------------- the emulation itself
