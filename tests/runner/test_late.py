@@ -175,20 +175,22 @@ def requests(seed: int) -> list[EngineRequest]:
         EngineRequest(
             str(i),
             prompt,
-            SamplingParams(seed=i, max_tokens=rng.randrange(2, 16), eos_token_ids=(5, 9), **LONG[i % len(LONG)]),
+            SamplingParams(seed=i, max_tokens=rng.randrange(9, 20), eos_token_ids=(5, 9), **LONG[i % len(LONG)]),
         )
         for i, prompt in enumerate(prompts)
     ]
 
 
+FEW = list(range(4, 14))  # so few tokens that one observed too much or too little shows
 LONG = [
     {"temperature": 0.0},
-    {"temperature": 0.9, "top_p": 0.9},
-    {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 1},
+    {"temperature": 0.9, "top_p": 0.9, "allowed_token_ids": FEW},
+    {"temperature": 0.0, "repetition_penalty": 2.0, "logprobs": 1, "allowed_token_ids": FEW},
     {"temperature": 0.9, "structured": StructuredParams(regex="([a-z ]{2,5}[0-9]){1,9}"), "min_tokens": 2},
-    {"temperature": 0.9, "bad_words_token_ids": ((5,), (9, 7)), "prompt_logprobs": 2, "min_tokens": 4},
-    {"temperature": 1.0, "frequency_penalty": 0.4, "logit_bias": {5: 2.0, 9: 2.0}, "logprobs": 0},
+    {"temperature": 0.9, "bad_words_token_ids": ((6,), (9, 7)), "prompt_logprobs": 2, "min_tokens": 4},
+    {"temperature": 0.5, "frequency_penalty": 2.0, "logit_bias": {5: 1.0}, "allowed_token_ids": FEW, "logprobs": 0},
     {"temperature": 1.0, "structured": StructuredParams(choice=["yes", "no", "perhaps"]), "logprobs": 2},
+    {"temperature": 0.5, "presence_penalty": 2.0, "min_tokens": 9, "allowed_token_ids": FEW},
 ]
 
 
@@ -248,7 +250,9 @@ def test_aborts_and_failing_steps_leave_the_others_their_tokens(inputs, graphs, 
         fail("sent")
         return append(tokens, *args)
 
-    core = core_of(**{"engine.overlap": 2, "runner.inputs": inputs, "runner.graphs": graphs, "kv.num_blocks": 20})
+    options = {"runner.inputs": inputs, "runner.graphs": graphs, "kv.num_blocks": 20}
+    options["scheduler.max_num_seqs"] = 6  # rows are given to others while a step that was given to them is in flight
+    core = core_of(**{"engine.overlap": 2, **options})
     monkeypatch.setattr(ModelRunner, "run_model", failing_run)
     monkeypatch.setattr(Sampler, "launch", failing_launch)
     monkeypatch.setattr(late.NewestTokens, "append", failing_append)
@@ -261,6 +265,17 @@ def test_aborts_and_failing_steps_leave_the_others_their_tokens(inputs, graphs, 
     core.scheduler.check()
     runner.sampler.check()
     assert not runner.rows.of and len(runner.verifier._unread) <= 1, "what failed is not kept"
+
+
+def test_a_row_s_next_owner_does_not_see_what_was_sampled_behind_the_end_of_the_last(streams):
+    """Ends that nobody foresees, and rows that are given on at once, to requests of which every token changes what
+    follows."""
+    rng, penalty = random.Random(3), {"frequency_penalty": 2.0, "allowed_token_ids": FEW}
+    params = SamplingParams(seed=0, max_tokens=12, eos_token_ids=(5, 9, 11), temperature=0.1, **penalty)
+    asked = [EngineRequest(str(i), [rng.randrange(200) for _ in range(3)], params.replace(seed=i)) for i in range(40)]
+    wanted = tokens_of(core_of(), asked)
+    assert len({len(tokens) for tokens in wanted.values()}) > 5
+    assert tokens_of(core_of(**{"engine.overlap": 2, "scheduler.max_num_seqs": 4}), asked) == wanted
 
 
 # ---------------------------------------------------------------- the ring
