@@ -221,7 +221,7 @@ def test_aborts_and_failing_steps_leave_the_others_their_tokens(inputs, graphs, 
     way: nobody reads those."""
     asked, rng = requests(seed), random.Random(seed)
     wanted = tokens_of(core_of(), asked)
-    run_model, launch, append = ModelRunner.run_model, Sampler.launch, late.NewestTokens.append
+    run_model, launch = ModelRunner.run_model, Sampler.launch
     num_run, fails_at, in_flight = 0, "", []
 
     def fail(where):
@@ -255,8 +255,9 @@ def test_aborts_and_failing_steps_leave_the_others_their_tokens(inputs, graphs, 
     core = core_of(**{"engine.overlap": 2, **options})
     monkeypatch.setattr(ModelRunner, "run_model", failing_run)
     monkeypatch.setattr(Sampler, "launch", failing_launch)
-    monkeypatch.setattr(late.NewestTokens, "append", failing_append)
     runner = core.executor.inner.worker.runner
+    append = type(runner.inputs).append  # of the builder that gets tokens which are on the device
+    monkeypatch.setattr(type(runner.inputs), "append", failing_append)
     got = tokens_of(core, asked, rng)
     assert got == {req_id: wanted[req_id] for req_id in got}
     assert {where for where, _ in in_flight} == {"before", "launched", "sampled", "sent"}
