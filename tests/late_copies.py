@@ -76,5 +76,5 @@ class PatientCopies(LateCopies):
 
     def let_some_arrive(self):
         self._num_asked += 1
-        if self._in_flight and (len(self._in_flight) > 1 or self._num_asked > 500):
+        if self._in_flight and (len(self._in_flight) > 1 or self._num_asked > 2000):
             self._in_flight[0].arrive()

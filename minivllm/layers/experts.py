@@ -15,6 +15,7 @@ nor as the tiles of layers/linear.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -84,9 +85,13 @@ def _by_expert(x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, gate_up: Te
 
 
 def _in_kernel(x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, gate_up: Tensor, down: Tensor) -> None:
+    _kernel()(x, ids, weights, gate_up, down, out)
+
+
+def _kernel() -> Callable[..., Tensor]:
     from minivllm.kernels.triton.moe import moe
 
-    moe(x, ids, weights, gate_up, down, out)
+    return moe
 
 
 _ARGUMENTS = "(Tensor x, Tensor ids, Tensor weights, Tensor(a!) out, Tensor gate_up, Tensor down) -> ()"

@@ -96,7 +96,8 @@ def make_copies(device: torch.device) -> Copies | None:
 
 
 class PinnedRing:
-    """A buffer holds one parcel: of each of its tensors a piece of memory, which grows with the largest one yet."""
+    """A buffer holds one parcel: of each of its tensors a piece of memory, which grows with the largest one yet and is
+    kept: to pin memory is slow."""
 
     def __init__(self, copies: Copies, num_buffers: int, size: int = 1):
         """size: elements that each piece has at least."""

@@ -9,7 +9,9 @@ from attention.test_backends import MIXED
 from minivllm.attention.reference import ReferenceAttention
 from minivllm.compile import opaque
 from minivllm.compile.context import ForwardContext, Turn, attend, attend_turned, forward_context
+from minivllm.kernels import twins
 from minivllm.kernels.twins import rotate
+from minivllm.layers import experts
 
 # Never called through the dispatcher: the program that a graph becomes calls it with the layer in place of its name.
 CALLED_BY_THE_PROGRAM = {"linear"}
@@ -54,6 +56,20 @@ def test_attend_turned():
     assert set(checks.values()) == {"SUCCESS"}, checks
 
 
+def test_experts(monkeypatch):
+    """The kernel's operation too, with its twin in the kernel's place: tests/kernels has the kernel."""
+    x, gate_up, down = torch.randn(5, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+    weights, ids = torch.randn(5, 4).softmax(-1).topk(2)
+    monkeypatch.setattr(experts, "_kernel", lambda: lambda *args: args[-1].copy_(twins.experts(*args[:-1])))
+    for operation in (torch.ops.minivllm.experts, torch.ops.minivllm.experts_in_kernel):
+        out = torch.zeros_like(x)
+        arguments = x, ids, weights, out, gate_up, down
+        checks = torch.library.opcheck(operation.default, arguments)
+        assert set(checks.values()) == {"SUCCESS"}, checks
+        operation(*arguments)
+        torch.testing.assert_close(out, twins.experts(x, ids, weights, gate_up, down).float())
+
+
 def test_every_operation_is_checked_here():
     shipped = {name for name, run in opaque._by_name.items() if run.__module__.startswith("minivllm.")}
-    assert shipped == {"attend", "attend_turned"} | CALLED_BY_THE_PROGRAM
+    assert shipped == {"attend", "attend_turned", "experts", "experts_in_kernel"} | CALLED_BY_THE_PROGRAM
