@@ -24,6 +24,7 @@ from minivllm.request import Request, SamplingParams
 from minivllm.scheduler.base import Limits
 
 NUM_SLOTS, MAX_MODEL_LEN, BLOCK_SIZE = 15_700, 2048, 16
+LEFT_OUT = ("naive", "v1-gpu")  # one request at a time: its pool is empty; the pool of v1
 PAPER_TOKENS = {"orca-max": 20.4, "orca-pow2": 26.8, "orca-oracle": 38.2, "v0": 96.3}  # percent of the pool
 
 
@@ -69,7 +70,9 @@ def main() -> None:
     args = args.parse_args()
     results = {}
     note(f"{'preset':12} tokens reserved internal external   at once   steps  paper's tokens  (% of the pool)")
-    for preset in (preset for preset in PRESETS if preset != "naive"):  # one request at a time: its pool is empty
+    for preset in PRESETS:
+        if preset in LEFT_OUT:
+            continue
         r = results[preset] = measure(preset, args.num_requests, args.every)
         shares = f"{r['tokens']:6.1f} {r['reserved']:8.1f} {r['internal']:8.1f} {r['external']:8.1f}"
         paper = PAPER_TOKENS.get(preset, "-")

@@ -216,6 +216,12 @@ PRESETS: dict[str, Preset] = {
         "Not the original: one process, and a sequence of n > 1 gets its first token a step after its group's first",
     ),
     "v1": Preset({}, "vLLM V1 (January 2025): unified scheduler, chunked prefill, prefix caching, persistent batch"),
+    "v1-gpu": Preset(
+        {"runner.inputs": "gather", "runner.graphs": "full+piecewise", "engine.overlap": 2},
+        "vLLM V1 with its second model runner (2026), for a GPU: inputs gathered there from one permanent row a "
+        "request, captured forwards, the next step started before this one's tokens are seen. Not the original: no "
+        "speculative decoding with two steps in flight",
+    ),
 }
 
 

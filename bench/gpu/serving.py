@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minivllm import LLM, SamplingParams
+from minivllm.config import preset_overrides
 from minivllm.engine.core import Observer
 
 # What is meant to be fast on a GPU; `--set` changes it, the ablation switches each of them back.
@@ -18,7 +19,7 @@ ON_A_CPU = {"runner.attention": "reference"}  # it can be part of a recorded cal
 # `auto` does not choose it before a card has shown it right. The budget is nano-vllm's; with it 256 prompts of 1,024
 # tokens are through before the first of them has ended.
 ON_A_GPU = {"runner.attention": "triton", "scheduler.max_num_batched_tokens": 16_384}
-OVERRIDES = {"runner.graphs": "full+piecewise", "engine.overlap": 2, "runner.inputs": "gather", "kv.prefix": "none"}
+OVERRIDES = preset_overrides("v1-gpu") | {"kv.prefix": "none"}
 
 
 class Requests(NamedTuple):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams, StructuredParams
+from minivllm.config import preset_overrides
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.request import BeamSearchParams
 from minivllm.runner import forward_graphs
@@ -97,6 +98,15 @@ def test_overlapped_steps_wait_for_nothing(options, all_kinds, card):  # noqa: F
     tokens, _, waits = generate(kinds, **overlapped | options)
     assert waits == []
     assert tokens == wanted(all_kinds, options.get("model.path", "dummy:tiny"))
+
+
+def test_the_preset_for_gpus_chooses_what_it_has_proven(card, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(forward_graphs, "capture_sizes", lambda most: tuple(n for n in (8, 3) if n <= most))
+    options = preset_overrides("v1-gpu") | {"model.device": "cuda", "runner.kernels": "auto"}
+    tokens, decisions, waits = generate(PLAIN, **options)
+    assert tokens == wanted(False) and waits == []
+    assert decisions["runner.attention"].startswith("triton: ") and "captured" in decisions["runner.graphs"]
+    assert "on the device" in decisions["runner.inputs"] and "gather inputs" in decisions["runner.kernels"]
 
 
 # ---------------------------------------------------------------- the emulation itself
