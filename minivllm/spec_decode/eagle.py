@@ -171,7 +171,7 @@ class EagleProposer(DraftModelProposer):
             first = int(self._batch.query_start[i])
             where += range(first, first + end - start)
         batch = self.inputs.build(plan, self.make_key(plan.total_tokens))
-        hidden = self._hidden[torch.tensor(where, device=self._hidden.device)]
+        hidden = self._hidden[upload(np.array(where), self._hidden.device)]
         out = self._run(batch, np.asarray(token_ids, np.int64), hidden)
         drafting = [i for i, req_id in enumerate(batch.req_ids) if req_id in known]
         last = batch.query_start[1:][drafting].astype(np.int64) - 1

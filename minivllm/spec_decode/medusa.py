@@ -29,6 +29,7 @@ from minivllm.errors import ModelError
 from minivllm.loading.safetensors_io import read_tensors
 from minivllm.plan import Join, StepPlan
 from minivllm.spec_decode.base import Drafts, Target
+from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.runner.batch import InputBatch
@@ -140,8 +141,8 @@ class MedusaProposer:
         counts = self.throttle.cut(rows, [0] * len(rows), lengths, len(rows))
         if not any(counts):
             return {}
-        states = hidden[torch.tensor(last, device=hidden.device)]
-        guesses = np.stack([head(states).argmax(-1).cpu().numpy() for head in self.heads[: max(counts)]], 1)
+        states = hidden[upload(np.array(last), hidden.device)]
+        guesses = torch.stack([head(states).argmax(-1) for head in self.heads[: max(counts)]], 1).cpu()
         return {r: guess[:n] for r, guess, n in zip(req_ids, guesses.tolist(), counts, strict=True) if n}
 
     def draft_probs(self, row: int, place: int) -> Tensor | None:

@@ -122,9 +122,13 @@ class Card(TorchDispatchMode):
         self.waits.append(f"{why} ({where})")
 
     def pin(self, tensor: Tensor) -> Tensor:
+        assert self.capture is None, "memory is pinned within a capture"
         memory = tensor.untyped_storage()
         self._pinned[memory.data_ptr()] = memory
         return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
 
     def launch(self, run: Callable[[], None]) -> None:
         """Of a kernel whose tensors are unwrapped."""
@@ -192,7 +196,7 @@ class Card(TorchDispatchMode):
         if there and to_device:
             return self._launch(func, args, kwargs, {id(x.inner): x for x in args if isinstance(x, OnDevice)})
         host = target if target is not None and there else source
-        queued = bound.get("non_blocking", False) and host.untyped_storage().data_ptr() in self._pinned
+        queued = bound.get("non_blocking", False) and self.is_pinned(host)
         if there and target is None or not queued:
             self.wait("a copy to the host" if there else "a copy from memory that is not pinned")
         assert self.capture is None, "a copy from or to the host within a capture"
@@ -322,6 +326,7 @@ def card(torch_knows_cuda, monkeypatch):
     monkeypatch.setattr(torch, "Generator", Generator)
     for name in ("tensor", "as_tensor"):  # they hide from modes what they do
         monkeypatch.setattr(torch, name, partial(_made_here, getattr(torch, name)))
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor, *_: made.is_pinned(tensor))
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: made.pin(tensor.clone()))
     monkeypatch.setattr(graphs, "borrowed", lambda tensor: tensor)  # memory is not given out again here
     threads = partial(ThreadPoolExecutor, initializer=made.__enter__)
