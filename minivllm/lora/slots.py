@@ -130,7 +130,7 @@ class AdapterSlots:
 
     def are_used_by(self, rows: Iterable[int]) -> bool:
         """Whether some request of these rows has an adapter."""
-        return any(self._number_in[row] != NO_ADAPTER for row in rows)
+        return bool((self._number_in[np.fromiter(rows, np.int64)] != NO_ADAPTER).any())
 
     def prepare(self, rows: np.ndarray, query_start: np.ndarray) -> None:
         """Group the tokens of this step by slot, bringing in the adapters that have none. Both as in InputBatch."""

@@ -58,20 +58,16 @@ def weight_map(spec: ModelSpec) -> WeightMap:
     return replace(LLAMA_WEIGHTS, layer=found)
 
 
-class RotateThenAttend:
+def rotate_then_attend(layer: Attention, qkv: Tensor, rotate: Rotation) -> Tensor:
     """From qkv [T, heads + 2 kv_heads, head_size] to what attention gives [T, heads, head_size], as it is written."""
-
-    def __call__(self, layer: Attention, qkv: Tensor, rotate: Rotation) -> Tensor:
-        qk = rotate(layer.qk_norm(qkv[:, : layer.num_qk_heads]))  # [T, heads + kv_heads, head_size]
-        return attend(qk[:, : layer.num_heads], qk[:, layer.num_heads :], qkv[:, layer.num_qk_heads :], layer.index)
+    qk = rotate(layer.qk_norm(qkv[:, : layer.num_qk_heads]))  # [T, heads + kv_heads, head_size]
+    return attend(qk[:, : layer.num_heads], qk[:, layer.num_heads :], qkv[:, layer.num_qk_heads :], layer.index)
 
 
-class RotateInKernel:
+def rotate_in_kernel(layer: Attention, qkv: Tensor, angles: Angles) -> Tensor:
     """The same, where the attention backend norms, rotates and writes K and V in one launch."""
-
-    def __call__(self, layer: Attention, qkv: Tensor, angles: Angles) -> Tensor:
-        weight, eps = getattr(layer.qk_norm, "weight", None), getattr(layer.qk_norm, "eps", 0.0)
-        return attend_turned(qkv, Turn(*angles, weight, eps), layer.num_heads, layer.index)
+    weight, eps = getattr(layer.qk_norm, "weight", None), getattr(layer.qk_norm, "eps", 0.0)
+    return attend_turned(qkv, Turn(*angles, weight, eps), layer.num_heads, layer.index)
 
 
 class Attention(nn.Module):
@@ -83,7 +79,7 @@ class Attention(nn.Module):
         q, kv = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         self.qkv = Linear(spec.hidden_size, {"q": q, "k": kv, "v": kv}, bias=spec.qkv_bias, dtype=dtype, method=method)
         self.o = Linear(q, {"": spec.hidden_size}, bias=spec.o_bias, dtype=dtype, method=method)
-        self.mix: RotateThenAttend | RotateInKernel = RotateThenAttend()
+        self.mix = rotate_then_attend  # or rotate_in_kernel
         self.qk_norm: nn.Module = nn.Identity()
         if spec.qk_norm:
             self.qk_norm = QKNorm(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.rms_eps, dtype)
@@ -179,7 +175,7 @@ class LlamaModel(nn.Module):
         """From now on for an attention backend that can (`turn_and_attend`)."""
         self.rotary = RotaryTables(self.rotary)
         for layer in self.layers:
-            layer.attention.mix = RotateInKernel()
+            layer.attention.mix = rotate_in_kernel
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """{name of the checkpoint: the part of a parameter that it fills}."""
