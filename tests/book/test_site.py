@@ -192,6 +192,7 @@ def test_the_map_has_every_part_and_points_down():
 # everywhere once a scheme, and at the other width in what is not shown at the first.
 WHOLLY = {"light": 1280, "dark": 390}
 WIDTHS = (1280, 390)
+TABLET = 1024  # the sidebar is just there: nothing but the width is looked at
 AT_ONE_WIDTH = [".on-desk", ".on-phone", ".mobile-header", ".toc-drawer"]
 GENERATED = {"genindex.html", "py-modindex.html"}  # furo's own, which no page links to
 WHOLE = {"index.html", "ch02_kv_cache/index.html", "reference/server.html"}  # audited with all that is on them
@@ -254,6 +255,9 @@ def test_every_page_is_whole_and_open_to_all_on_a_phone_and_a_desk(browser, buil
         if name.startswith("ch") != (of == "chapters"):
             continue
         page.goto(path.as_uri())
+        page.set_viewport_size({"width": TABLET, "height": 900})
+        if (wide := page.evaluate("document.documentElement.scrollWidth")) > TABLET:
+            faults.append(f"{name} at {TABLET} px: {wide} px wide")
         page.add_script_tag(path=axe / "axe.min.js")
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
