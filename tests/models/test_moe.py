@@ -221,9 +221,9 @@ def test_pieces_and_captures_between_experts_change_no_token(forward, graphs, wa
 
 
 def test_compiled_pieces_change_no_token(wanted):
-    from minivllm.runner.forward_piecewise import unavailable
+    from minivllm.compile.forms import form_for
 
-    if (obstacle := unavailable(CPU)) is not None:
+    if (obstacle := form_for(CPU).obstacle(CPU)) is not None:
         pytest.skip(obstacle)
     got, decided = generate(**{"runner.forward": "piecewise", "runner.compile": "wait"})
     assert decided["runner.forward"][0] == "piecewise", decided["runner.forward"]
