@@ -141,13 +141,15 @@ def test_whoever_waits_is_told(card):  # noqa: F811
 
 
 def test_a_replay_does_what_was_captured_on_the_same_tensors(card):  # noqa: F811
-    x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+    x, pinned, graph = torch.ones(3, device="cuda"), torch.ones(3).pin_memory(), torch.cuda.CUDAGraph()
     graph.capture_begin()
     y = x[1:] * 2
     with pytest.raises(AssertionError, match="waits within a capture"):
         y.sum().item()
     with pytest.raises(AssertionError, match="host within a capture"):
-        torch.ones(3).pin_memory().to("cuda", non_blocking=True)
+        pinned.to("cuda", non_blocking=True)
+    with pytest.raises(AssertionError, match="pinned within a capture"):
+        torch.ones(3).pin_memory()
     graph.capture_end()
     x.fill_(5)
     graph.replay()
