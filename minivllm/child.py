@@ -7,10 +7,13 @@ also a kill of the parent brings, means that nobody is there to work for.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +23,10 @@ import msgspec
 
 T = TypeVar("T")
 INTERRUPT = {signal.SIGINT}
+_LENGTH = struct.Struct("<Q")
 
-# Temporary folders of children that have not been started: nobody but this process removes them.
-unclaimed: set[str] = set()
+_unclaimed: set[str] = set()  # folders whose child has not been started: nobody but this process removes them
+_making = threading.RLock()  # reentrant: an interrupt can come while its own thread has it
 
 
 def start(module: str, *args: str, **options: Any) -> subprocess.Popen:
@@ -39,10 +43,33 @@ def start(module: str, *args: str, **options: Any) -> subprocess.Popen:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def remove_unclaimed() -> None:
-    """Before a process ends at once."""
-    for folder in tuple(unclaimed):
+def make_folder() -> str:
+    """A temporary folder that only this user can enter. This process removes it, however it ends, until `claimed`."""
+    folder = os.path.join(tempfile.gettempdir(), f"minivllm-{secrets.token_hex(8)}")
+    with _making:
+        _unclaimed.add(folder)  # first: an interrupt between the two finds nothing to remove, and nothing is made then
+        os.mkdir(folder, 0o700)
+    return folder
+
+
+def claimed(folder: str) -> None:
+    """A child has been started that removes it at its parent's end."""
+    _unclaimed.discard(folder)
+
+
+def remove_folder(folder: str | Path) -> None:
+    """Also while other threads write into it, as into a folder that is gone they cannot."""
+    for _ in range(100):
         shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            return
+
+
+def remove_unclaimed() -> None:
+    """Before a process ends at once: from now on no thread makes a folder."""
+    _making.acquire()
+    for folder in tuple(_unclaimed):
+        remove_folder(folder)
 
 
 def ignore_interrupts() -> None:
@@ -52,10 +79,28 @@ def ignore_interrupts() -> None:
 
 
 def read_task(kind: type[T], folders: Sequence[str | Path] = ()) -> T:
-    """In the child: the line of JSON that it was sent. The process ends if the parent has, before it could write it."""
-    if not (line := sys.stdin.buffer.readline()):
-        _end(folders)
-    return msgspec.json.decode(line, type=kind)
+    """In the child: what `send_task` sent. The process ends if the parent has, before it could write it."""
+    return msgspec.json.decode(read_bytes(folders), type=kind)
+
+
+def send_task(process: subprocess.Popen, task: Any) -> None:
+    send_bytes(process, msgspec.json.encode(task))
+
+
+def read_bytes(folders: Sequence[str | Path] = ()) -> bytes:
+    """In the child: what `send_bytes` sent. The process ends if the parent has meanwhile."""
+    length = sys.stdin.buffer.read(_LENGTH.size)
+    if len(length) == _LENGTH.size:
+        (number,) = _LENGTH.unpack(length)
+        if len(sent := sys.stdin.buffer.read(number)) == number:
+            return sent
+    _end(folders)
+
+
+def send_bytes(process: subprocess.Popen, sent: bytes) -> None:
+    """To a child of ours. Raises BrokenPipeError if it has ended."""
+    process.stdin.write(_LENGTH.pack(len(sent)) + sent)
+    process.stdin.flush()  # and it stays open: the lifeline
 
 
 def end_with_parent(folders: Sequence[str | Path] = ()) -> None:
@@ -73,5 +118,5 @@ def _wait_for_the_end(folders: Sequence[str | Path]) -> None:
 def _end(folders: Sequence[str | Path]) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what fails now, for want of a folder or a parent, is no news
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
     os._exit(1)

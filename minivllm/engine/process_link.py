@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 import subprocess
-import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-
-import msgspec
 
 from minivllm import child
 from minivllm.config import EngineConfig
@@ -34,15 +33,15 @@ class ProcessLink(SocketLink):
     def __init__(self, config: EngineConfig, cores: list[int] | None = None, name: str = "engine"):
         """cores: those that it may use; None: as this process. name: in the log."""
         self._task = Task(config, cores, name)
-        self._files = tempfile.TemporaryDirectory(prefix="minivllm-")  # mode 700: nobody else's messages
-        child.unclaimed.add(self._files.name)
+        self._files = child.make_folder()  # nobody else's messages
+        self._remove_files = weakref.finalize(self, shutil.rmtree, self._files, ignore_errors=True)
         self._child = self._start_child()
-        child.unclaimed.remove(self._files.name)
+        child.claimed(self._files)
         try:
-            super().__init__(Path(self._files.name))
+            super().__init__(Path(self._files))
         except BaseException:
             self._end_child()
-            self._files.cleanup()
+            self._remove_files()
             raise
 
     @property
@@ -75,12 +74,11 @@ class ProcessLink(SocketLink):
         self._end_child()  # also one that is being built
         self._release()
         self._end_child()  # also one that the reader has started meanwhile
-        self._files.cleanup()
+        self._remove_files()
 
     def _start_child(self) -> subprocess.Popen:
-        started = child.start("minivllm.engine.process", self._files.name)
-        started.stdin.write(msgspec.json.encode(self._task) + b"\n")
-        started.stdin.flush()  # and it stays open: the lifeline
+        started = child.start("minivllm.engine.process", self._files)
+        child.send_task(started, self._task)
         return started
 
     def _end_child(self) -> None:

@@ -4,15 +4,15 @@ The engine's process never compiles: it keeps its memory, its threads and its st
 a message. It sends the model without its weights; the builder fills the cache; the engine loads from there. A builder
 ends with its engine: its standard input closes, which also a kill of the engine does.
 
-    python -m minivllm.runner.compile_job < job
+    python -m minivllm.runner.compile_job SCRATCH < job
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
-import struct
 import subprocess
 import sys
 import tempfile
@@ -68,14 +68,12 @@ class Build:
 
     def __init__(self, job: Job):
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
-        self._process = child.start("minivllm.runner.compile_job", stdout=subprocess.PIPE, stderr=self._errors)
-        self.cancel = weakref.finalize(self, _end, self._process)
-        payload = pickle.dumps(job)
-        try:
-            self._process.stdin.write(struct.pack("<Q", len(payload)) + payload)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has died: wait() says why
+        scratch = child.make_folder()
+        self._process = child.start("minivllm.runner.compile_job", scratch, stdout=subprocess.PIPE, stderr=self._errors)
+        child.claimed(scratch)
+        self.cancel = weakref.finalize(self, _end, self._process, scratch)
+        with contextlib.suppress(BrokenPipeError):  # it has died: wait() says why
+            child.send_bytes(self._process, pickle.dumps(job))
 
     def wait(self) -> str | None:
         """None once all is in the cache; or why it is not. Reports its progress to the log."""
@@ -90,21 +88,23 @@ class Build:
         return f"the builder ended with exit code {code}: {lines[-1] if lines else 'no message'}"
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen, scratch: str) -> None:
     if process.poll() is None:
         process.terminate()
     process.wait()
+    child.remove_folder(scratch)
 
 
-def main() -> None:
-    (length,) = struct.unpack("<Q", sys.stdin.buffer.read(8))
-    job: Job = pickle.loads(sys.stdin.buffer.read(length))
-    child.end_with_parent()
+def main(scratch: str) -> None:
+    job: Job = pickle.loads(child.read_bytes([scratch]))
+    child.end_with_parent([scratch])
     os.nice(job.nice)
-    with tempfile.TemporaryDirectory(prefix="minivllm-compile-") as scratch:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch  # read when Inductor is imported: nothing stays behind
-        os.environ.pop("TRITON_CACHE_DIR", None)  # so that Triton's is in it
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch  # read when Inductor is imported: nothing stays behind
+    os.environ.pop("TRITON_CACHE_DIR", None)  # so that Triton's is in it
+    try:
         build(job)
+    finally:
+        child.remove_folder(scratch)
 
 
 def build(job: Job) -> None:
@@ -137,4 +137,4 @@ def report(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -170,8 +170,7 @@ class Servers:
         task = msgspec.structs.replace(self._task, number=number, name=name, ready=tell, first=first)
         process = child.start("minivllm.serve.front_end", pass_fds=(tell,))
         os.close(tell)
-        process.stdin.write(msgspec.json.encode(task) + b"\n")
-        process.stdin.flush()  # and it stays open: the lifeline
+        child.send_task(process, task)
         self._running[number] = Started(task.name, process, ready)
 
     def _bury(self, number: int, started: Started) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -191,15 +192,21 @@ def test_a_model_that_cannot_be_sent_to_a_builder_stays_eager(mode, tiny, tmp_pa
     assert decision[0] == "eager" and "cannot be sent" in decision[1] and "lambda" in decision[1]
 
 
-def test_the_builder_ends_with_its_engine(tmp_path, tiny):
+def test_the_builder_ends_with_its_engine_and_leaves_no_file(tmp_path, tiny, monkeypatch):
+    files = tmp_path / "files"
+    files.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(files))
     build = Build(job_for(tiny, LIBRARY, CPU, tmp_path, num_threads=1, nice=19))
     process = build._process
     process.stdin.close()  # as the kernel does when the engine is killed
     assert process.wait(60) == 1
+    assert list(files.iterdir()) == []
     build = Build(job_for(tiny, LIBRARY, CPU, tmp_path, num_threads=1, nice=19))
     process = build._process
+    assert list(files.iterdir())
     del build
     assert process.wait(60) < 0
+    assert list(files.iterdir()) == []
 
 
 # ---------------------------------------------------------------- the real model
