@@ -44,7 +44,7 @@ class NaiveWorker(Worker):
         told = (files.tokenizer_dir, files.name, files.source, weights, linear, files.seconds)
         return LoadedModel(model, files.spec, *told)
 
-    def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
+    def _choose_attention(self, layers: list[AttentionSpec], recipe: Recipe) -> tuple[str, type[AttentionBackend]]:
         name, reason = "transformers", "executor.kind=naive: what transformers takes for this model"
         return self._decide("runner.attention", name, reason), NoAttention
 

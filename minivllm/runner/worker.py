@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,9 +107,9 @@ class Worker:
         self.dtype = self._decide("model.dtype", *choose_dtype(config.model.dtype, self.device))
         self.kernels = Dispatch(config.runner.kernels, self.device)
         loaded = self._load()
-        name, backend_class = self._choose_attention(loaded.model.attention_layers)
-        self._make_inputs = self._place_inputs(backend_class)
         recipe = parts.make_proposer(config, loaded, self.dtype, self.device)
+        name, backend_class = self._choose_attention(loaded.model.attention_layers, recipe)
+        self._make_inputs = self._place_inputs(backend_class)
         kv_spec = replace(self._kv_spec(loaded.model.attention_layers), beside=recipe.bytes_per_block)
         self._rotate_in_kernel(loaded.model, backend_class)
         forwards = peak_of(lambda: self._rehearse(loaded, backend_class, kv_spec), self.device)
@@ -143,12 +142,16 @@ class Worker:
         self._decide("model.quantization", *loaded.quantization)
         return loaded
 
-    def _choose_attention(self, layers: list[AttentionSpec]) -> tuple[str, type[AttentionBackend]]:
+    def _choose_attention(self, layers: list[AttentionSpec], recipe: Recipe) -> tuple[str, type[AttentionBackend]]:
+        subjects = [(layers, self._kv_spec(layers)), *([] if recipe.own is None else [recipe.own])]
+        writes = {"cache write in 8 bits" if spec.dtype.itemsize == 1 else "cache write" for _, spec in subjects}
+        names = "decode attention", "prefill attention", *sorted(writes)
+
         def proves(kind: type[AttentionBackend]) -> tuple[bool, str]:
-            write = "cache write in 8 bits" if self._kv_dtype().itemsize == 1 else "cache write"
-            subject = kind, layers, self._kv_spec(layers), self.dtype
-            names = "decode attention", "prefill attention", write
-            return self.kernels.verdict(names, partial(gives_the_references_answer, *subject), "the reference")
+            def proof(device: torch.device) -> bool:
+                return all(gives_the_references_answer(kind, *subject, self.dtype, device) for subject in subjects)
+
+            return self.kernels.verdict(names, proof, "the reference")
 
         backend_class, choice = choose_attention(
             self.config.runner.attention, self.device, layers, self.parts.attention, self._kv_dtype(), proves

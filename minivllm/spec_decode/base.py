@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from minivllm.attention.base import AttentionBackend
+from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
 from minivllm.config import EngineConfig
 from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.plan import Join, StepPlan
@@ -47,12 +47,24 @@ class Target:
     make_cache: Callable[[tuple[int, ...], torch.dtype], Tensor]  # a KV tensor of this shape
 
 
+class OwnLayers(NamedTuple):
+    """Attention layers of a proposer's own model, over a cache of its own under the pool's block ids."""
+
+    layers: list[AttentionSpec]
+    spec: KVSpec
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A proposer that is yet to be made: first the pool must be sized, for which this says what a block takes."""
+    """A proposer that is yet to be made. First an attention backend must be chosen, which has to suit its layers too,
+    and the pool sized, for which this says what they take of a block."""
 
     make: Callable[[Target], Proposer]
-    bytes_per_block: int = 0  # of K and V that the proposer keeps under the pool's block ids
+    own: OwnLayers | None = None
+
+    @property
+    def bytes_per_block(self) -> int:
+        return 0 if self.own is None else self.own.spec.bytes_per_block
 
 
 class Proposer(Protocol):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from minivllm.attention.base import KVSpec
+from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
@@ -19,7 +20,7 @@ from minivllm.sampling.draws import Draws
 from minivllm.sampling.rejection import Rejection
 from minivllm.sampling.verify import PickFor
 from minivllm.sampling.verify import match as pick_by_match
-from minivllm.spec_decode.base import NoProposer, Proposer, Recipe, Target
+from minivllm.spec_decode.base import NoProposer, OwnLayers, Proposer, Recipe, Target
 from minivllm.spec_decode.draft_model import DraftModelProposer, first_layers
 from minivllm.spec_decode.eagle import EagleProposer, load_eagle, random_eagle
 from minivllm.spec_decode.lookup import Lookup, LookupProposer
@@ -59,8 +60,7 @@ def draft(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device:
             f"spec_decode.model={path} has {drafter.spec.vocab_size} tokens, the model {loaded.spec.vocab_size}: "
             "a draft model must have the same vocabulary"
         )
-    layers = drafter.model.attention_layers
-    spec = KVSpec(len(layers), layers[0].num_kv_heads, layers[0].head_size, config.kv.block_size, dtype)
+    own = _own_layers(drafter.model.attention_layers, config.kv.block_size, dtype)
 
     def make(target: Target) -> Proposer:
         if drafter.spec.max_position < target.max_model_len:
@@ -68,11 +68,10 @@ def draft(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device:
                 f"spec_decode.model={path} was made for {drafter.spec.max_position} tokens, fewer than "
                 f"model.max_model_len={target.max_model_len}"
             )
-        attention = type(target.attention)(layers, spec, target.num_blocks + 1, device)
-        caches = [target.make_cache(attention.kv_shape(target.num_blocks + 1), dtype) for _ in layers]
+        attention, caches = _cache_for(target, own, device)
         return DraftModelProposer(target, drafter.model, attention, caches, own_kv=True)
 
-    return Recipe(make, spec.bytes_per_block)
+    return Recipe(make, own)
 
 
 def self_draft(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device: torch.device) -> Recipe:
@@ -108,15 +107,24 @@ def eagle(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device:
         head = random_eagle(loaded.spec, dtype, device, config.model.seed)
     else:
         head = load_eagle(Path(path).expanduser(), loaded.spec, loaded.model.embedding, dtype, device)
-    layers = head.attention_layers
-    spec = KVSpec(len(layers), layers[0].num_kv_heads, layers[0].head_size, config.kv.block_size, dtype)
+    own = _own_layers(head.attention_layers, config.kv.block_size, dtype)
 
     def make(target: Target) -> Proposer:
-        attention = type(target.attention)(layers, spec, target.num_blocks + 1, device)
-        caches = [target.make_cache(attention.kv_shape(target.num_blocks + 1), dtype) for _ in layers]
+        attention, caches = _cache_for(target, own, device)
         return EagleProposer(target, head, attention, caches)
 
-    return Recipe(make, spec.bytes_per_block)
+    return Recipe(make, own)
+
+
+def _own_layers(layers: list[AttentionSpec], block_size: int, dtype: torch.dtype) -> OwnLayers:
+    return OwnLayers(layers, KVSpec(len(layers), layers[0].num_kv_heads, layers[0].head_size, block_size, dtype))
+
+
+def _cache_for(target: Target, own: OwnLayers, device: torch.device) -> tuple[AttentionBackend, list[Tensor]]:
+    """The target's kind of backend, and a KV tensor for each layer."""
+    num_blocks = target.num_blocks + 1  # the spare one
+    attention = type(target.attention)(*own, num_blocks, device)
+    return attention, [target.make_cache(attention.kv_shape(num_blocks), own.spec.dtype) for _ in own.layers]
 
 
 def match(proposer: Proposer, draws: Draws) -> PickFor:

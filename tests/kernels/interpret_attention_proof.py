@@ -18,6 +18,7 @@ from minivllm.attention.triton import TritonAttention
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.kernels.triton import elementwise, paged
 from minivllm.kernels.triton.interpreted import INTERPRETED
+from minivllm.loading.dummy import SHAPES
 from minivllm.runner import attention_proof, worker
 from minivllm.runner.attention_proof import gives_the_references_answer
 
@@ -129,9 +130,9 @@ def test_what_a_compiler_says_is_the_reason(monkeypatch):
     assert verdict == (False, "RuntimeError: out of resource: shared memory")
 
 
-@pytest.mark.parametrize("kernels, chosen", [("triton", "triton"), ("torch", "sdpa")])
-def test_auto_takes_what_has_proven_itself(kernels, chosen, monkeypatch):
-    """As on a GPU, with its preferences and its proofs."""
+@pytest.fixture
+def decisions(monkeypatch):
+    """Of an engine that prefers and proves as on a GPU."""
 
     class Proving(Dispatch):
         def __init__(self, *args):
@@ -140,9 +141,18 @@ def test_auto_takes_what_has_proven_itself(kernels, chosen, monkeypatch):
 
     monkeypatch.setattr(worker, "Dispatch", Proving)
     monkeypatch.setattr(select, "PREFERENCES", {"cpu": select.PREFERENCES["cuda"]})
-    options = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 20, "runner.kernels": kernels}
-    with LLM(overrides=options | {"executor.num_threads": 1, "runner.forward": "eager"}) as llm:
-        found = {d.field: (str(d.value), d.reason) for d in llm.decisions}
+
+    def decide(**options):
+        tiny = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 20, "executor.num_threads": 1}
+        with LLM(overrides=tiny | {"runner.forward": "eager"} | options) as llm:
+            return {d.field: (str(d.value), d.reason) for d in llm.decisions}
+
+    return decide
+
+
+@pytest.mark.parametrize("kernels, chosen", [("triton", "triton"), ("torch", "sdpa")])
+def test_auto_takes_what_has_proven_itself(kernels, chosen, decisions):
+    found = decisions(**{"runner.kernels": kernels})
     value, reason = found["runner.attention"]
     assert value == chosen
     why = {
@@ -151,3 +161,20 @@ def test_auto_takes_what_has_proven_itself(kernels, chosen, monkeypatch):
     }
     assert why[kernels] in reason
     assert ("decode attention, prefill attention, cache write" in found["runner.kernels"][1]) == (kernels == "triton")
+
+
+@pytest.mark.parametrize("wrong, num_asked", [(16, 2), (32, 1)])
+def test_the_layers_of_a_draft_model_must_hold_too(wrong, num_asked, decisions, monkeypatch):
+    """Its heads have another size, and its cache another dtype. What is left reads int8 too."""
+    seen = []
+
+    def holds(kind, layers, cache, dtype, device):
+        seen.append((layers[0].head_size, cache.head_size, cache.dtype))
+        return cache.head_size != wrong
+
+    monkeypatch.setitem(SHAPES, "tiny-draft", SHAPES["tiny"] | {"head_dim": 16})
+    monkeypatch.setattr(worker, "gives_the_references_answer", holds)
+    draft = {"spec_decode.method": "draft", "spec_decode.model": "dummy:tiny-draft", "kv.dtype": "int8"}
+    value, reason = decisions(**draft, **{"runner.kernels": "triton"})["runner.attention"]
+    assert value == "reference" and "triton off: it differs from the reference" in reason
+    assert seen == [(32, 32, torch.int8), (16, 16, torch.float32)][:num_asked]
