@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -328,6 +329,7 @@ def card(torch_knows_cuda, monkeypatch):
         monkeypatch.setattr(torch, name, partial(_made_here, getattr(torch, name)))
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor, *_: made.is_pinned(tensor))
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: made.pin(tensor.clone()))
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)  # of torch 2.11, where it asks a driver
     monkeypatch.setattr(graphs, "borrowed", lambda tensor: tensor)  # memory is not given out again here
     threads = partial(ThreadPoolExecutor, initializer=made.__enter__)
     monkeypatch.setattr(background, "ThreadPoolExecutor", threads)
