@@ -5,7 +5,8 @@
     send(command)         ---- commands ---->  PULL        from another thread: a socket belongs to one at a time
 
 A core that dies closes its end, which the operating system tells at once: `Ended`. From then on the link says hello
-through new sockets, so that nothing meant for the old core reaches the new one, until somebody answers: `Facts` again.
+through a new socket until somebody answers: `Facts` again. For commands there is none meanwhile: it would keep what was
+meant for the old core, and give it to the new one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class SocketLink:
         self.folder, self.client = folder, client
         self._context = zmq.Context()
         self._decoder, self._encoder = msgspec.msgpack.Decoder(MESSAGES), msgspec.msgpack.Encoder()
+        self._commands: zmq.Socket | None = None  # while a core is there
         self._sending = threading.Lock()  # the commands' socket: whoever sends, and the reader that renews it
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -47,7 +49,7 @@ class SocketLink:
             self._disconnect()
             self._context.term()
             raise
-        self._running = True
+        self._open()
         self.facts: Facts = first
 
     def start(self, receive: Receive) -> None:
@@ -58,7 +60,7 @@ class SocketLink:
         """A core that is gone takes nothing: Ended says so, or has said so."""
         data = self._encoder.encode(command)
         with self._sending, contextlib.suppress(zmq.Again):
-            if not self._commands.closed:
+            if self._commands is not None:
                 self._commands.send_multipart([self.client.encode(), data], zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -72,39 +74,54 @@ class SocketLink:
         return self._running
 
     def _connect(self) -> None:
-        with self._sending:
-            self._commands = self._context.socket(zmq.PUSH)
-            self._messages = self._context.socket(zmq.DEALER)
-            self._messages.identity = self.client.encode()
-            self._loss = self._messages.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            for socket, name in ((self._commands, COMMANDS_FILE), (self._messages, MESSAGES_FILE)):
-                socket.linger = 0  # a closed socket drops what nobody will read
-                socket.set_hwm(0)
-                socket.connect(f"ipc://{self.folder / name}")
+        self._messages = self._socket(zmq.DEALER)
+        self._messages.identity = self.client.encode()
+        self._loss = self._messages.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._messages.connect(f"ipc://{self.folder / MESSAGES_FILE}")
         self._poller = zmq.Poller()
         self._poller.register(self._messages, zmq.POLLIN)
         self._poller.register(self._loss, zmq.POLLIN)
         self._messages.send(b"hello")
 
-    def _disconnect(self, linger: int = 0) -> None:
+    def _disconnect(self) -> None:
+        self._messages.disable_monitor()
+        self._loss.close(linger=0)
+        self._messages.close()
+
+    def _open(self) -> None:
+        """For commands: a core is there, and has said so."""
+        with self._sending:
+            self._commands = self._socket(zmq.PUSH)
+            self._commands.connect(f"ipc://{self.folder / COMMANDS_FILE}")
+        self._running = True
+
+    def _shut(self, linger: int = 0) -> None:
         """linger: milliseconds for the last command to leave in."""
         with self._sending:
-            self._messages.disable_monitor()
-            self._loss.close(linger=0)
-            self._messages.close(linger=0)
-            self._commands.close(linger=linger)
+            if self._commands is not None:
+                self._commands.close(linger=linger)
+                self._commands = None
+
+    def _socket(self, kind: int) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.linger = 0  # a closed socket drops what nobody will read
+        socket.set_hwm(0)
+        return socket
 
     def _read(self, receive: Receive) -> None:
         while True:
             message = self._next()
-            self._running = not isinstance(message, Ended)
+            if not isinstance(message, Ended):
+                receive(message)
+                continue
+            self._running = False
+            if not self._closing.is_set():  # else the core may be there, and the last command on its way to it
+                self._shut()
             receive(message)
-            if not self._running:
-                facts = self._again()
-                if facts is None:
-                    return
-                self._running = True
-                receive(facts)
+            if (facts := self._again()) is None:
+                return
+            self._open()
+            receive(facts)
 
     def _next(self) -> Message:
         """The next message; Ended once the core is gone, or this link closed."""
@@ -140,5 +157,6 @@ class SocketLink:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         if not self._context.closed:
-            self._disconnect(linger)
+            self._shut(linger)
+            self._disconnect()
             self._context.term()
