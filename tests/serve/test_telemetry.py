@@ -111,7 +111,7 @@ def test_every_endpoint_that_generates_has_spans(traced, eventually, path, body)
 
 def test_a_client_that_leaves_ends_its_span_as_an_error(traced, eventually):
     traced.memory.clear()
-    body = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True}
+    body = {"prompt": "x", "stream": True, "max_tokens": 1500, "ignore_eos": True}
     with httpx.stream("POST", f"{traced.url}/v1/completions", json=body, timeout=30) as reply:
         next(reply.iter_lines())
     eventually(lambda: traced.memory.get_finished_spans())
