@@ -26,7 +26,7 @@ INTERRUPT = {signal.SIGINT}
 _LENGTH = struct.Struct("<Q")
 
 _unclaimed: set[str] = set()  # folders whose child has not been started: nobody but this process removes them
-_making = threading.RLock()  # reentrant: an interrupt can come while its own thread has it
+_making = threading.RLock()  # or giving one away. Reentrant: an interrupt can come while its own thread has it
 
 
 def start(module: str, *args: str, **options: Any) -> subprocess.Popen:
@@ -53,8 +53,10 @@ def make_folder() -> str:
 
 
 def claimed(folder: str) -> None:
-    """A child has been started that removes it at its parent's end."""
-    _unclaimed.discard(folder)
+    """A child has been started that removes it at its parent's end. To be called before it is sent its task: this does
+    not return while `remove_unclaimed` takes folders away, and a child without a task ends in silence."""
+    with _making:
+        _unclaimed.discard(folder)
 
 
 def remove_folder(folder: str | Path) -> None:
@@ -66,7 +68,7 @@ def remove_folder(folder: str | Path) -> None:
 
 
 def remove_unclaimed() -> None:
-    """Before a process ends at once: from now on no thread makes a folder."""
+    """Before a process ends at once: from now on no other thread makes a folder, or gives one to a child."""
     _making.acquire()
     for folder in tuple(_unclaimed):
         remove_folder(folder)

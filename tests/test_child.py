@@ -54,6 +54,21 @@ def test_a_folder_is_its_users_alone_and_whoever_claims_it_removes_it(tmp_path, 
     assert [str(path) for path in tmp_path.iterdir()] == [given]
 
 
+def test_a_folder_that_is_being_removed_goes_to_no_child(tmp_path, monkeypatch):
+    """It would be told to work in a folder that is gone, and say so in a traceback."""
+    monkeypatch.setattr(child.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(child, "_making", threading.RLock())
+    folder = child.make_folder()
+    child.remove_unclaimed()
+    giving = threading.Thread(target=child.claimed, args=(folder,), daemon=True)
+    giving.start()
+    giving.join(0.3)
+    assert giving.is_alive(), "its task would be sent next"
+    child._making.release()  # as never happens: the process ends
+    giving.join(10)
+    assert not giving.is_alive()
+
+
 def test_a_folder_that_is_written_into_while_it_is_removed_goes_too(tmp_path, monkeypatch):
     """As a core that opens its sockets while its parent ends."""
     folder, rmtree, late = tmp_path / "of a core", child.shutil.rmtree, ["replies", "requests"]

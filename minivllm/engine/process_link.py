@@ -36,7 +36,6 @@ class ProcessLink(SocketLink):
         self._files = child.make_folder()  # nobody else's messages
         self._remove_files = weakref.finalize(self, shutil.rmtree, self._files, ignore_errors=True)
         self._child = self._start_child()
-        child.claimed(self._files)
         try:
             super().__init__(Path(self._files))
         except BaseException:
@@ -78,6 +77,7 @@ class ProcessLink(SocketLink):
 
     def _start_child(self) -> subprocess.Popen:
         started = child.start("minivllm.engine.process", self._files)
+        child.claimed(self._files)
         child.send_task(started, self._task)
         return started
 
