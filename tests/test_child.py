@@ -14,7 +14,7 @@ import pytest
 from minivllm import child
 
 MAKES_FOLDERS = """
-import sys, threading, time
+import threading
 from minivllm import child
 from minivllm.cli import interrupts_end_at_once
 

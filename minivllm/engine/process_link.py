@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import shutil
 import subprocess
 import weakref
 from collections.abc import Callable
@@ -34,7 +33,7 @@ class ProcessLink(SocketLink):
         """cores: those that it may use; None: as this process. name: in the log."""
         self._task = Task(config, cores, name)
         self._files = child.make_folder()  # nobody else's messages
-        self._remove_files = weakref.finalize(self, shutil.rmtree, self._files, ignore_errors=True)
+        self._remove_files = weakref.finalize(self, child.remove_folder, self._files)
         self._child = self._start_child()
         try:
             super().__init__(Path(self._files))
