@@ -1,12 +1,12 @@
-"""Attention over the paged cache, by backend: microseconds a layer, the bytes of K and V that this reads a second, and
-what preparing a step costs on the host.
+"""How fast is attention over the paged cache, by backend, and how near to what memory can deliver?
 
-Every layer has its own cache and a step walks through all of them, so that K and V come from memory and not from the
+Microseconds a layer, the bytes of K and V that this reads a second, and what preparing a step costs on the host. Every
+layer has its own cache and a step walks through all of them, so that K and V come from memory and not from the
 processor's cache, as in an engine. Blocks are laid out as a running engine leaves them: prompts in runs, then one block
 a request in turn (`--blocks scattered` draws them at random, the worst case). Backends alternate step by step. Each
 layer is timed by itself, so that the median is not moved by the few that a busy machine interrupts.
 
-    python bench/attention.py --backends cpu sdpa --decode 1x200 8x200 32x200 64x500 --prefill 1x256 1x1000
+    python -m bench attention --backends cpu sdpa --decode 1x200 8x200 32x200 64x500 --prefill 1x256 1x1000
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from common import emit, note, parser, spread
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
+from minivllm.batch import InputBatch
 from minivllm.features import ATTENTION
-from minivllm.runner.batch import InputBatch
 
 # heads, KV heads, head size, layers
 SHAPES = {"smollm2-135m": (9, 3, 64, 30), "qwen3-0.6b": (16, 8, 128, 28), "llama-3.1-8b": (32, 8, 128, 32)}

@@ -1,7 +1,7 @@
 """What every benchmark shares: one JSON line a run, saying what was measured, where, with what and from which commit.
 
-A figure that compares is a ratio of runs that alternate (A B A B) on one machine, with its spread; see `shared machines
-are noisy` in shared/design/performance.md. Results that a text quotes are appended to bench/results/ by `--out`.
+A figure that compares is a ratio of runs that alternate (A B A B) on one machine, with its spread, because a shared
+machine is noisy. Results that a text quotes are appended to bench/results/ by `--out`.
 """
 
 from __future__ import annotations

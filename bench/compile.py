@@ -1,11 +1,11 @@
-"""A decode step's forward, eager, compiled pieces and fused C++, in one process and in turns; what building costs.
+"""What do compiled pieces and fused C++ make of a decode step's forward, and what does building them cost?
 
-R requests of one length decode one token each, through the attention backend that the engine chose; the step ends with
-the hidden states (LM head and sampling are not in it). `--profile` shows which operations a step spends its time in,
-under torch's profiler, whose own cost is in the figures; a compiled piece's products are not seen by it. `--cold`
-builds the pieces again, into an empty folder.
+Eager, compiled and fused, in one process and in turns. R requests of one length decode one token each, through the
+attention backend that the engine chose; the step ends with the hidden states (LM head and sampling are not in it).
+`--profile` shows which operations a step spends its time in, under torch's profiler, whose own cost is in the figures;
+a compiled piece's products are not seen by it. `--cold` builds the pieces again, into an empty folder.
 
-    python bench/compile.py --num-reqs 1 8 32 --profile
+    python -m bench compile --num-reqs 1 8 32 --profile
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from attention import block_tables, make_batch
 from common import emit, note, parser, spread
 
 from minivllm import LLM
+from minivllm.batch import InputBatch
 from minivllm.compile.forms import form_for
 from minivllm.compile.program import Bound
 from minivllm.compile.store import Store
@@ -29,7 +30,6 @@ from minivllm.compile.trace import tensors_of
 from minivllm.config import DEFAULT_MODEL
 from minivllm.loading.cache import Cache
 from minivllm.machine import num_cores
-from minivllm.runner.batch import InputBatch
 from minivllm.runner.compile_job import Build, job_for
 from minivllm.runner.forward_fused import FusedModel, unavailable
 from minivllm.runner.runner import ModelRunner
@@ -125,10 +125,10 @@ def main() -> None:
         raise SystemExit(how.reason)
     runner: ModelRunner = llm._core.executor.worker.runner
     forwards = {"eager": runner.model, "compiled": runner.forward._forward}
-    if (obstacle := unavailable(runner.model, CPU)) is None:
+    if (why := unavailable(runner.model, CPU)) is None:
         forwards["fused"] = FusedModel(runner.model)
     else:
-        note(f"fused: {obstacle}")
+        note(f"fused: {why}")
     rows = []
     for num_reqs in args.num_reqs:
         batch = decode_batch(num_reqs, args.length, 16, llm.info["vocab_size"])

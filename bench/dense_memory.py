@@ -1,14 +1,15 @@
-"""What oneDNN keeps of dense products: it compiles one for each shape, and a step of another size is another shape.
+"""How much memory does oneDNN keep for dense products, when steps come in every size?
 
-A process multiplies with the four matrices of a layer, packed as minivllm/layers/linear.py packs them, for one number
-of tokens after the other, in random order, each number once; layers of equal shapes share what is compiled. Its memory
-is noted on the way. oneDNN's cache holds 1,024 primitives, the least recently used one goes, and
-ONEDNN_PRIMITIVE_CACHE_CAPACITY sets another number: `capacity` 1 shows what stays although the cache keeps nothing
-(generated kernels, which primitives of like shapes share and which are never freed). `compile_ms` is the CPU time that
-the first product of a size takes longer than the next one, for all four together.
+It compiles a product for each shape, and a step of another size is another shape. A process multiplies with the four
+matrices of a layer, packed as minivllm/layers/linear.py packs them, for one number of tokens after the other, in random
+order, each number once; layers of equal shapes share what is compiled. Its memory is noted on the way. oneDNN's cache
+holds 1,024 primitives, the least recently used one goes, and ONEDNN_PRIMITIVE_CACHE_CAPACITY sets another number:
+`capacity` 1 shows what stays although the cache keeps nothing (generated kernels, which primitives of like shapes share
+and which are never freed). `compile_ms` is the CPU time that the first product of a size takes longer than the next
+one, for all four together.
 
-    python bench/dense_memory.py --out
-    python bench/dense_memory.py --dtype float32 --sizes 256
+    python -m bench dense_memory --out
+    python -m bench dense_memory --dtype float32 --sizes 256
 """
 
 from __future__ import annotations

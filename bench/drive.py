@@ -78,7 +78,16 @@ class Recorder:
         waste = self._waste() if len(self.steps) % WASTE_EVERY == 0 else None
         held = sum(self.held.values())
         self.steps.append(
-            StepRecord(host_ms, held, slots, stats.num_preempted, waste, stats.num_running, stats.num_waiting)
+            StepRecord(
+                host_ms,
+                held,
+                slots,
+                stats.num_preempted,
+                waste,
+                stats.num_running,
+                stats.num_waiting,
+                plan.total_tokens,
+            )
         )
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -139,7 +148,7 @@ class Side:
         runner = getattr(getattr(executor, "worker", None), "runner", None)
         prepare = None
         if hasattr(runner, "inputs"):
-            prepare = runner.inputs = TimedInputs(runner.inputs)
+            prepare = runner.inputs = runner.head.inputs = TimedInputs(runner.inputs)
         self.recorder = Recorder(config.kv.block_size, prepare, self.engine.core.scheduler.base)
         self.engine.core.observers.append(self.recorder)
         self.num_runs = 0
@@ -184,8 +193,8 @@ def drive(
     pending = deque(requests)
     start, steps = time.perf_counter(), 0.0
     while pending or core.has_work:
-        now = steps / VIRTUAL_STEPS if virtual else time.perf_counter() - start
-        while pending and pending[0][0] <= now:
+        now, unit = (steps, VIRTUAL_STEPS) if virtual else (time.perf_counter() - start, 1)
+        while pending and pending[0][0] * unit <= now:  # as `steps` is set below: divided, it might never get there
             at, together = pending.popleft()
             arrival = time.perf_counter() if virtual else start + at
             for i, request in enumerate(together):
@@ -226,8 +235,11 @@ def sized(config: EngineConfig, scenes: Sequence[Scene], pool_tokens: int | None
 # ---------------------------------------------------------------------------------------- several, in turns
 
 
+Values = dict[str, list[dict[str, float]]]  # of each side, the metrics of each repetition
+
+
 class Runs(NamedTuple):
-    values: dict[str, list[dict[str, float]]]  # of each side, the metrics of each repetition
+    values: Values
     num_different: int  # outputs that differ from the first side's
     num_outputs: int  # of one side
 
@@ -246,9 +258,14 @@ def loaded(configs: Mapping[str, EngineConfig]) -> Iterator[dict[str, Side]]:
 
 
 def in_turns(
-    sides: Mapping[str, Side], scenes: Sequence[Scene], on_run: Callable[[], Any] = lambda: None, virtual: bool = False
+    sides: Mapping[str, Side],
+    scenes: Sequence[Scene],
+    on_run: Callable[[], Any] = lambda: None,
+    virtual: bool = False,
+    is_enough: Callable[[Values], bool] = lambda values: False,
 ) -> Runs:
-    """Each scene once through every side, in the opposite order from one scene to the next (A B B A).
+    """Each scene once through every side, in the opposite order from one scene to the next (A B B A), until all are
+    through or is_enough, which is asked after each.
 
     Raises ConfigError if a model does not know a token of the scenes.
     """
@@ -260,8 +277,8 @@ def in_turns(
         if (size := side.engine.info["vocab_size"]) <= largest:
             raise ConfigError(f"the model knows {size} tokens: choose --vocab {size}")
         side.run([warm], virtual=True)
-    values: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    num_different = 0
+    values: Values = {name: [] for name in sides}
+    num_different = num_outputs = 0
     for i, scene in enumerate(scenes):
         tokens = {}
         for name in list(sides) if i % 2 == 0 else list(sides)[::-1]:
@@ -270,4 +287,7 @@ def in_turns(
             on_run()
         wanted = tokens[next(iter(sides))]
         num_different += sum(a != b for got in tokens.values() for a, b in zip(wanted, got, strict=True))
-    return Runs(values, num_different, sum(arrival.num_sequences for arrival in arrivals))
+        num_outputs += sum(arrival.num_sequences for arrival in scene.arrivals)
+        if is_enough(values):
+            break
+    return Runs(values, num_different, num_outputs)

@@ -1,9 +1,10 @@
-"""Embedding many texts: minivllm against transformers as sentence-transformers drives it, on the same tokens.
+"""How fast are many texts embedded, beside transformers as sentence-transformers drives it?
 
-The other side sorts the texts by length and pads batches of 32, which is what SentenceTransformer.encode does; mean
-pooling and unit length on both sides, in float32 on equal threads, in turns. The vectors are compared too.
+Both sides get the same tokens. The other side sorts the texts by length and pads batches of 32, which is what
+SentenceTransformer.encode does; mean pooling and unit length on both sides, in float32 on equal threads, in turns. The
+vectors are compared too.
 
-    python bench/embed.py --out
+    python -m bench embed --out
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BATCH = 32
 
 class Transformers:
     def __init__(self, folder):
-        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
     @torch.inference_mode()
     def embed(self, texts: list[list[int]]) -> np.ndarray:

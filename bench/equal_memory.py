@@ -1,14 +1,15 @@
-"""Requests held at once and throughput with a pool of equal size, paged against contiguous (max, pow2, oracle).
+"""How many more requests does a paged pool hold than a contiguous one of its size, and how much faster is it?
 
-All run V0's scheduler, preempt by recomputing and share nothing: kv.allocation is all that differs. The requests have
-ShareGPT's lengths, scaled down, and are all there from the start, so that memory is what limits the batch. Blocks are
-scaled down with the lengths: 4 tokens are to requests of a tenth what 16 are to those of the paper, or a little more.
+Contiguous by max, by pow2 and with an oracle of the lengths. All run V0's scheduler, preempt by recomputing and share
+nothing: kv.allocation is all that differs. The requests have ShareGPT's lengths, scaled down, and are all there from
+the start, so that memory is what limits the batch. Blocks are scaled down with the lengths: 4 tokens are to requests of
+a tenth what 16 are to those of the paper, or a little more.
 
 `at once` is the mean over the steps in which somebody waits. The vLLM paper (Kwon et al. 2023, section 6.2, OPT-13B,
 ShareGPT) holds 2.2 times as many requests as Orca (Oracle) and 4.3 times as many as Orca (Max).
 
-    python bench/equal_memory.py
-    python bench/equal_memory.py --against oracle
+    python -m bench equal_memory
+    python -m bench equal_memory --against oracle
 """
 
 from __future__ import annotations

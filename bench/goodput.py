@@ -25,6 +25,8 @@ import numpy as np
 from http_load import Answer
 from latency import Timeline, request_metrics
 
+from minivllm.simulate.objectives import parse_objectives
+
 PERCENTILES = (50, 90, 99)
 OBJECTIVES: dict[str, Callable[[Timeline], float]] = {  # of one sequence, in seconds
     "ttft": lambda timeline: timeline.ttft,
@@ -32,21 +34,11 @@ OBJECTIVES: dict[str, Callable[[Timeline], float]] = {  # of one sequence, in se
     "itl": lambda timeline: timeline.itl_max,  # the worst gap
     "latency": lambda timeline: timeline.latency,
 }
-UNITS = {"ms": 1e-3, "s": 1.0}
 Slo = Mapping[str, float]
 
 
 def parse_slo(texts: Sequence[str]) -> dict[str, float]:
-    """["ttft=500ms", "tpot=0.05s"] -> seconds. Raises ValueError for anything else."""
-    slo = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        unit = next((unit for unit in UNITS if value.endswith(unit)), "")
-        number = value.removesuffix(unit)
-        if name not in OBJECTIVES or not unit or not number.replace(".", "", 1).isdecimal() or float(number) <= 0:
-            raise ValueError(f'"{text}" is no objective: one of {", ".join(OBJECTIVES)}, "=", and a time such as 500ms')
-        slo[name] = float(number) * UNITS[unit]
-    return slo
+    return parse_objectives(texts, OBJECTIVES)
 
 
 def meets(answer: Answer, slo: Slo) -> bool:

@@ -1,11 +1,12 @@
-"""What a step costs on the host, apart from the model: schedule, prepare (all input builders), update, trace.
+"""What does a step cost on the host, apart from the model: schedule, prepare, update, trace?
 
-n requests decode, one token each a step, over a fake model that answers at once. What is left is the control plane and
-the input builder, as the engine runs them. The builders run in turns, in a fresh engine each time; what a repetition
-says is the median of its steps, and the ratio of two builders is taken within a repetition, with its 95 % bootstrap
-interval. Also: how long the control plane takes to import in a fresh interpreter.
+Prepare is measured with each of the input builders, the tokens that it gave included. n requests decode, one token each
+a step, over a fake model that answers at once. What is left is the control plane and the input builder, as the engine
+runs them. The builders run in turns, in a fresh engine each time; what a repetition says is the median of its steps,
+and the ratio of two builders is taken within a repetition, with its 95 % bootstrap interval. Also: how long the control
+plane takes to import in a fresh interpreter.
 
-    python bench/host.py --num-reqs 1 64 256 1024
+    python -m bench host --num-reqs 1 64 256 1024
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ import numpy as np
 from common import ROOT, emit, note, parser, spread
 from latency import bootstrap_ratio, shown
 
+from minivllm.batch import BatchKey, InputSizes
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build_kv, build_scheduler
 from minivllm.features import INPUT_BUILDERS
-from minivllm.plan import StepOutput, StepPlan
+from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 from minivllm.request import EngineRequest, Request, SamplingParams
-from minivllm.runner.inputs import BatchKey, InputSizes, Rows
+from minivllm.runner.inputs import Rows
 from minivllm.scheduler.base import Limits
 from minivllm.trace import TraceRecorder
 
@@ -53,7 +54,10 @@ class FakeModel:
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens))
         self.prepare_seconds = time.perf_counter() - begin
         requests = batch.sample_requests.tolist()
-        self.inputs.append(batch, batch.sample_requests, np.full(len(requests), 5))
+        tokens = np.full(len(requests), 5)
+        begin = time.perf_counter()
+        self.inputs.append(batch, batch.sample_requests, tokens)
+        self.prepare_seconds += time.perf_counter() - begin
         return StepOutput({batch.req_ids[r]: [5] for r in requests})
 
 
@@ -77,7 +81,7 @@ def measure(num_reqs: int, inputs: str, num_steps: int, prefix: str) -> dict[str
         begin = time.perf_counter()
         plan = scheduler.schedule(begin)
         planned = time.perf_counter()
-        out = finished(model.execute(plan)).result()
+        out = AsyncOutput.ready(model.execute(plan)).result()
         executed = time.perf_counter()
         deltas = scheduler.update(plan, out)
         updated = time.perf_counter()
@@ -89,12 +93,6 @@ def measure(num_reqs: int, inputs: str, num_steps: int, prefix: str) -> dict[str
             for phase, seconds in zip(times, spent, strict=True):
                 times[phase].append(1e3 * seconds)
     return times
-
-
-def finished(out: StepOutput) -> Future[StepOutput]:
-    future: Future[StepOutput] = Future()
-    future.set_result(out)
-    return future
 
 
 def import_seconds(num_runs: int = 7) -> list[float]:

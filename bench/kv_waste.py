@@ -1,11 +1,11 @@
-"""Figure 2 of the vLLM paper (Kwon et al. 2023): where a KV pool's slots go under each preset, and what that costs.
+"""Where do a KV pool's slots go under each preset, and what does that cost?
 
-The real scheduler and KV manager of each preset run a ShareGPT-shaped queue; no model does, each step's tokens are made
-up. So the result is exact and the same on every machine: shares of the pool while requests wait, requests held at once,
-and steps until all are done. The pool is the paper's: OPT-13B on an A100 with 40 GB, 15.7k slots, 2,048 tokens a
-request.
+Figure 2 of the vLLM paper (Kwon et al. 2023). The real scheduler and KV manager of each preset run a ShareGPT-shaped
+queue; no model does, each step's tokens are made up. So the result is exact and the same on every machine: shares of
+the pool while requests wait, requests held at once, and steps until all are done. The pool is the paper's: OPT-13B on
+an A100 with 40 GB, 15.7k slots, 2,048 tokens a request.
 
-    python bench/kv_waste.py
+    python -m bench kv_waste
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ And of the engine:
     kv_reserved, kv_internal, kv_external
                  waste as in Figure 2 of the vLLM paper (kv/waste.py), each a fraction of the slots that are not free to
                  be given out; the mean of samples taken every few steps.
+    computed     tokens that went through the model: prompts without what a prefix cache had, outputs, and all that was
+                 computed again, after a preemption or for a beam that was forked.
     running      requests held at once: the mean of the steps in which others wait (of all steps, if nobody ever does).
     preemptions  requests that lost their blocks.
     stall_steps  longest run of steps in which a request that had its first token and was not finished got none.
@@ -56,6 +58,7 @@ METRICS: dict[str, Metric] = {
     "kv_reserved": Metric("KV slots reserved for later", "of taken"),
     "kv_internal": Metric("KV slots wasted inside", "of taken"),
     "kv_external": Metric("KV slots lost between", "of taken"),
+    "computed": Metric("tokens computed", "tokens"),
     "running": Metric("requests held at once", "requests", True),
     "preemptions": Metric("preemptions", "requests"),
     "stall_steps": Metric("longest stall of a decode", "steps"),
@@ -105,6 +108,7 @@ class StepRecord(NamedTuple):
     waste: tuple[float, float, float, float] | None = None  # tokens, reserved, internal, external, where it was sampled
     running: int = 0  # requests
     waiting: int = 0
+    computed: int = 0  # tokens
 
 
 def metrics(timelines: Sequence[Timeline], steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -116,6 +120,7 @@ def metrics(timelines: Sequence[Timeline], steps: Sequence[StepRecord]) -> dict[
         | {
             "host_ms": float(np.mean([s.host_ms for s in steps])),
             "kv_used": sum(s.held for s in steps) / slots if slots else 0.0,
+            "computed": sum(s.computed for s in steps),
             "running": float(np.mean([s.running for s in steps if s.waiting] or [s.running for s in steps])),
             "preemptions": sum(s.preempted for s in steps),
             "stall_steps": max((b - a - 1 for t in timelines for a, b in pairwise(t.steps) if b > a), default=0),
@@ -156,8 +161,10 @@ class Ratio(NamedTuple):
     high: float
 
 
-def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0, num: int = 10_000) -> Ratio | None:
-    """B / A paired by repetition: the geometric mean of the ratios, with its 95 % percentile-bootstrap interval.
+def bootstrap_ratio(
+    a: Sequence[float], b: Sequence[float], seed: int = 0, num: int = 10_000, level: float = 0.95
+) -> Ratio | None:
+    """B / A paired by repetition: the geometric mean of the ratios, with its percentile-bootstrap interval.
 
     None where a value is not positive (a count that was 0): there is no ratio. Few repetitions make the interval too
     narrow: of 5, it leaves 1 out only if all 5 agree on the side, which chance alone does 6 % of the time.
@@ -166,13 +173,27 @@ def bootstrap_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0, num: 
         return None
     logs = np.log(np.asarray(b) / np.asarray(a))
     picks = np.random.default_rng(seed).integers(0, len(logs), (num, len(logs)))
-    low, high = np.percentile(logs[picks].mean(axis=1), (2.5, 97.5))
+    low, high = np.percentile(logs[picks].mean(axis=1), (50 - 50 * level, 50 + 50 * level))
     return Ratio(*(float(np.exp(value)) for value in (logs.mean(), low, high)))
 
 
 def shown(ratio: Ratio | None) -> dict[str, float | None]:
     """As JSON keeps it."""
     return {key: round(value, 4) for key, value in ratio._asdict().items()} if ratio else {"ratio": None}
+
+
+def undecided_within(ratio: Ratio) -> float:
+    """How far from 1, as a fraction, the truth may be by this interval, in whichever direction."""
+    return max(ratio.high, 1 / ratio.low) - 1
+
+
+def is_decided(a: Sequence[float], b: Sequence[float], width: float) -> bool:
+    """Whether more repetitions are not needed: the 99 % interval of B / A leaves 1 out, or half of the 95 % interval is
+    at most `width` of the ratio. Counts that were 0 have no ratio, and more repetitions would not give them one."""
+    usual, strict = bootstrap_ratio(a, b), bootstrap_ratio(a, b, level=0.99)
+    if usual is None or strict is None:
+        return True
+    return not strict.low <= 1 <= strict.high or (usual.high - usual.low) / 2 <= width * usual.ratio
 
 
 def verdict(metric: str, ratio: Ratio | None, a: Sequence[float] = (), b: Sequence[float] = ()) -> str:

@@ -1,9 +1,10 @@
-"""Linear layers alone: the time of one step's products, by shape, by tokens and by how weights are kept.
+"""How long do one step's products take, by shape, by tokens and by how weights are kept?
 
-Each product of a step has a matrix of its own, so that weights come from where they come from in a step: mostly not
-from a cache. Rounds run all methods in turns; the best round counts, since whatever else runs here only adds.
+Linear layers alone, without an engine. Each product of a step has a matrix of its own, so that weights come from where
+they come from in a step: mostly not from a cache. Rounds run all methods in turns; the best round counts, since
+whatever else runs here only adds.
 
-    python bench/linear.py --tokens 1 8 32 --rounds 9
+    python -m bench linear --tokens 1 8 32 --rounds 9
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from common import emit, note, parser
 
 from minivllm.kernels.cpu import dense
 from minivllm.kernels.cpu.linear import GROUP, PackedMatrix
-from minivllm.layers.linear import Linear, PrepackedCPU, QuantMethod, TiledCPU, Unquantized
+from minivllm.layers.linear import Linear, PrepackedCPU, QuantMethod, RowwiseCPU, TiledCPU, Unquantized
 from minivllm.loading.dummy import SHAPES, dummy_spec
 from minivllm.machine import num_cores
 from minivllm.models.spec import ModelSpec
@@ -62,16 +63,26 @@ class TorchInt8:
         return torch.ops.aten._weight_int8pack_mm(x, layer.codes, layer.scales)
 
 
-METHODS: dict[str, Callable[[], QuantMethod]] = {
-    "bf16": Unquantized,
-    "bf16-prepacked": PrepackedCPU,
-    "int8": lambda: QuantisedAtLoad(8),
-    "int4": lambda: QuantisedAtLoad(4),
-    "torch-int8": TorchInt8,
-    "torch-int4": TorchInt4,
+class Method(NamedTuple):
+    make: Callable[[], QuantMethod]
+    dtype: torch.dtype = torch.bfloat16  # of activations
+    checkpoint: torch.dtype | None = None  # what the weights were rounded to; None: dtype
+
+
+METHODS: dict[str, Method] = {
+    "bf16": Method(Unquantized),
+    "bf16-prepacked": Method(PrepackedCPU),
+    "int8": Method(lambda: QuantisedAtLoad(8)),
+    "int4": Method(lambda: QuantisedAtLoad(4)),
+    "torch-int8": Method(TorchInt8),
+    "torch-int4": Method(TorchInt4),
+    "fp32-prepacked": Method(PrepackedCPU, torch.float32),
+    "fp32-panels": Method(RowwiseCPU, torch.float32),
+    "fp32-panels-of-fp16": Method(RowwiseCPU, torch.float32, torch.float16),
+    "fp32-panels-of-bf16": Method(RowwiseCPU, torch.float32, torch.bfloat16),
 }
-if dense.obstacle() is None:
-    METHODS["bf16-tiles"] = TiledCPU
+if dense.unsupported_reason() is None:
+    METHODS["bf16-tiles"] = Method(TiledCPU)
 
 
 def shapes_of(spec: ModelSpec) -> list[Shape]:
@@ -90,12 +101,14 @@ def shapes_of(spec: ModelSpec) -> list[Shape]:
     ]
 
 
-def build(method: QuantMethod, shapes: list[Shape]) -> dict[str, list[Linear]]:
+def build(how: Method, shapes: list[Shape]) -> dict[str, list[Linear]]:
     made: dict[str, list[Linear]] = {}
+    method = how.make()
     for shape in shapes:
         for _ in range(shape.count):
-            layer = Linear(shape.n_in, {"": shape.n_out}, dtype=torch.bfloat16, method=method)
+            layer = Linear(shape.n_in, {"": shape.n_out}, dtype=how.dtype, method=method)
             layer.weight.data.normal_(0, shape.n_in**-0.5)
+            layer.weight.data = layer.weight.data.to(how.checkpoint or how.dtype).to(how.dtype)
             layer.finish()
             made.setdefault(shape.name, []).append(layer)
     return made
@@ -111,13 +124,14 @@ def seconds(layers: list[Linear], x: dict[int, torch.Tensor]) -> float:
 def measure(models: dict[str, dict[str, list[Linear]]], shapes: list[Shape], args: Any) -> list[dict[str, Any]]:
     rows = []
     for tokens in args.tokens:
-        x = {n: torch.randn(tokens, n).bfloat16() for n in {shape.n_in for shape in shapes}}
+        inputs = {n: torch.randn(tokens, n) for n in {shape.n_in for shape in shapes}}
+        x_of = {how.dtype: {n: x.to(how.dtype) for n, x in inputs.items()} for how in METHODS.values()}
         best: dict[str, dict[str, float]] = {name: {} for name in models}
         for round_ in range(args.rounds):
             for name in sorted(models, reverse=round_ % 2 > 0):
                 parts = models[name] | {"all": [layer for layers in models[name].values() for layer in layers]}
                 for part, layers in parts.items():
-                    best[name][part] = min(best[name].get(part, 1e9), 1e3 * seconds(layers, x))
+                    best[name][part] = min(best[name].get(part, 1e9), 1e3 * seconds(layers, x_of[METHODS[name].dtype]))
         shown = {name: round(parts["all"], 2) for name, parts in best.items()}
         note(f"{tokens:4} tokens, ms: " + ", ".join(f"{name} {ms}" for name, ms in shown.items()))
         for name, parts in best.items():
@@ -136,7 +150,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     shapes = shapes_of(dummy_spec(args.shape))
     with torch.inference_mode():
-        models = {name: build(METHODS[name](), shapes) for name in args.methods}
+        models = {name: build(METHODS[name], shapes) for name in args.methods}
         rows = measure(models, shapes, args)
     params = {"shape": args.shape, "threads": args.threads, "rounds": args.rounds, "kernel": PackedMatrix.__module__}
     emit("linear", params, rows, args.out)

@@ -1,4 +1,4 @@
-"""What looking at the engine costs its steps: GET /debug/live, which the server's page draws.
+"""What does it cost the engine's steps to be looked at, by the server's page (GET /debug/live)?
 
 n requests decode over a fake model that answers at once, so that a step is the control plane alone and the cost shows
 at its largest. Three engines take their steps in turns, a run of steps each: one at which nobody has ever looked, one
@@ -6,14 +6,13 @@ at which nobody looks any more (a server whose page was closed), and one that is
 taken within a round, with its 95 % bootstrap interval over the rounds. A look itself is timed apart: the core does not
 step meanwhile, and an open page looks four times a second.
 
-    python bench/live.py --num-reqs 1 64 --num-blocks 20000 100000
+    python -m bench live --num-reqs 1 64 --num-blocks 20000 100000
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from concurrent.futures import Future
 from typing import Any
 
 from common import emit, note, parser, spread
@@ -23,7 +22,7 @@ from minivllm.config import EngineConfig
 from minivllm.engine.build import build_kv, build_scheduler
 from minivllm.engine.core import EngineCore
 from minivllm.engine.live import LiveView
-from minivllm.plan import StepOutput, StepPlan
+from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 from minivllm.request import EngineRequest, SamplingParams
 from minivllm.scheduler.base import Limits
 
@@ -31,10 +30,8 @@ PROMPT, BLOCK_SIZE = 64, 16
 
 
 class FakeModel:
-    def submit(self, plan: StepPlan) -> Future[StepOutput]:
-        future: Future[StepOutput] = Future()
-        future.set_result(StepOutput({req_id: [5] for req_id in plan.num_tokens}))
-        return future
+    def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
+        return AsyncOutput.ready(StepOutput({req_id: [5] for req_id in plan.num_tokens}))
 
     def shutdown(self) -> None: ...
 

@@ -1,10 +1,10 @@
-"""What LoRA costs: a batch in which every request uses one of several adapters, against the same batch without LoRA.
+"""What does LoRA cost a batch in which every request uses one of several adapters?
 
-Two engines, one without LoRA and one with it on, take the same prompts in alternating runs. The second one also runs
-without naming an adapter, which shows what merely having LoRA on costs. The adapters are random, of all seven linear
-layers: their size and not their content decides the time.
+Against the same batch without LoRA. Two engines, one without LoRA and one with it on, take the same prompts in
+alternating runs. The second one also runs without naming an adapter, which shows what merely having LoRA on costs. The
+adapters are random, of all seven linear layers: their size and not their content decides the time.
 
-    python bench/lora.py                        # 32 requests, 8 adapters, rank 8 and 16
+    python -m bench lora                        # 32 requests, 8 adapters, rank 8 and 16
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Output tokens per second, prefill included: minivllm against transformers' static-batch generate, same token ids.
+"""How many output tokens per second, beside transformers' static-batch generate on the same token ids?
 
-Each engine lives in a process of its own, loaded once. A round runs both, one after the other, in turns who is first,
-so that a noisy minute of the machine meets both; a ratio is taken within a round. Prompts are new in every round, so no
-engine can reuse a prefix. All requests arrive at once and have equal lengths: the best case for a static batch.
+Prefill is in the time. Each engine lives in a process of its own, loaded once. A round runs both, one after the other,
+in turns who is first, so that a noisy minute of the machine meets both; a ratio is taken within a round. Prompts are
+new in every round, so no engine can reuse a prefix. All requests arrive at once and have equal lengths: the best case
+for a static batch.
 
-    python bench/offline.py --num-reqs 1 8 32 --rounds 5
+    python -m bench offline --num-reqs 1 8 32 --rounds 5
 """
 
 from __future__ import annotations
@@ -47,13 +48,12 @@ class MiniVLLM:
 class Transformers:
     def __init__(self, job: dict[str, Any]):
         import torch
-        from transformers import AutoModelForCausalLM
 
         from minivllm.loading import resolve
+        from minivllm.runner.naive_worker import load_transformers
 
         torch.set_num_threads(job["threads"])
-        folder = resolve(job["model"]).weights[0].parent
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, job["dtype"])).eval()
+        self.model = load_transformers(resolve(job["model"]), getattr(torch, job["dtype"]), torch.device("cpu"), 0)
         self.model.generation_config.eos_token_id = None  # ignore_eos
 
     def generate(self, prompts: Tokens, num_tokens: int) -> Tokens:

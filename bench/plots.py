@@ -1,29 +1,45 @@
-"""From the JSON of bench/ablate.py: a plot as PNG and SVG, and a table in Markdown, beside it. ablate does it itself.
-Of bench/serve.py's lines the last one is drawn (bench/serve_plot.py); what follows is of ablations.
+"""How does a run of ablate look as a plot (PNG and SVG) and as a table in Markdown?
 
-    python bench/plots.py bench/results/ablate-v0-v1-auto.json
+Both go beside the JSON of bench/ablate.py, which draws them itself at its end. Of bench/serve.py's lines the last one
+is drawn (bench/serve_plot.py); what follows is of ablations.
 
-A dot is how many times better B is than A, right of 1 whatever the metric's own direction, with its 95 % interval. One
-colour a meaning: better, worse, no difference shown. Several switches: one row each, one column a metric, and a ring
-around the metric that the switch was made for. One switch: one row a metric.
+    python -m bench plots bench/results/ablate-v0-v1-auto.json
+
+A mark is how many times better B is than A, right of 1 whatever the metric's own direction, with its 95 % interval. One
+colour a meaning: better, worse, no difference found. No panel has more than one metric. One switch: one row a metric.
+Several switches, each on its own workload: a panel for each metric, with the switches that were made for it. A path on
+one workload: a panel for each of three metrics and for what else a switch was made for, with all switches; a bar begins
+where the one above it ended, and a ring stands where the switch was made for the panel's metric.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from latency import METRICS
+from latency import METRICS, Ratio, undecided_within
+
+from minivllm.simulate.devices import DEFAULT_DEVICE
 
 COLOURS = {"better": "#0072b2", "worse": "#d55e00", "": "#8c8c8c"}  # Okabe and Ito: told apart by every eye
-MEANING = {"better": "better", "worse": "worse", "": "no difference shown"}
-COLUMNS = ("throughput", "ttft_p50", "itl_p99", "stall_steps", "host_ms", "kv_used")  # of the plot of several switches
-TABLE = ("throughput", "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99", "itl_max", "latency_p50", "host_ms", "kv_used")
+MEANING = {"better": "better", "worse": "worse", "": "no difference found"}
+PANELS = ("throughput", "ttft_p50", "itl_p99")  # of a path on one workload, always
+TABLE = (
+    "throughput",
+    "ttft_p50",
+    "ttft_p99",
+    "tpot_p50",
+    "itl_p99",
+    "itl_max",
+    "latency_p50",
+    "host_ms",
+    "kv_used",
+    "computed",
+)
 SHARES = ("kv_reserved", "kv_internal", "kv_external")  # of the pool, often 0: the two medians say more than a ratio
 COUNTS = ("preemptions", "stall_steps")
 WORTH_SAYING = 1.02  # in a title
@@ -77,15 +93,39 @@ def says(row: Row) -> str:
     wrong = row["outputs"]["num_different"]
     if wrong:
         return f"**OUTPUTS DIFFER ({wrong} of {row['outputs']['num']})**"
-    return {"better": "wins", "worse": "**LOSES**", "": "no difference shown"}[row["verdict"]]
+    return {"better": "wins", "worse": "**LOSES**", "": no_difference(row, row["metric"])}[row["verdict"]]
+
+
+def no_difference(row: Row, metric: str) -> str:
+    """Of a ratio whose interval holds 1, or of too few repetitions."""
+    ratio = row["ratios"][metric]
+    if ratio["ratio"] is None or not ratio["low"] <= 1 <= ratio["high"]:
+        return "no difference shown"
+    within = undecided_within(Ratio(ratio["ratio"], ratio["low"], ratio["high"]))
+    return f"no difference found within {100 * within:.2g} %"
+
+
+def repetitions(record: dict[str, Any]) -> str:
+    """ "10", or "10 to 40" where the intervals decided."""
+    found = sorted({row.get("repetitions", record["params"]["repetitions"]) for row in record["results"]["rows"]})
+    return f"{found[0]} to {found[-1]}" if len(found) > 1 else str(found[0])
+
+
+def where(record: dict[str, Any]) -> str:
+    """What ran the model, and what the host where that is another: a simulated device takes no part of this machine."""
+    own = record["machine"].get("gpu") or record["machine"]["cpu"]
+    config = next((row["configs"]["b"] for row in record["results"]["rows"] if "configs" in row), {})
+    if config.get("executor.kind") != "simulated":
+        return own
+    return f"a simulated {config['executor.device'] or DEFAULT_DEVICE}, host {own}"
 
 
 def markdown(record: dict[str, Any]) -> str:
     results, params = record["results"], record["params"]
     head = ["switch", "", "workload", *TABLE, *SHARES, *COUNTS, "its metric says"]
     lines = [
-        f"B / A, {params['repetitions']} repetitions of A and B in turns, 95 % bootstrap interval; {params['model']} "
-        f"in {params['dtype']}, {record['machine']['num_cores']} cores, commit {record['commit']}, "
+        f"B / A, {repetitions(record)} repetitions of A and B in turns, 95 % bootstrap interval; {params['model']} "
+        f"in {params['dtype']}, {where(record)}, {record['machine']['num_cores']} cores, commit {record['commit']}, "
         f"{record['date'][:10]}. "
         "▲ better, ▼ worse, unmarked: the interval holds 1. Bold: the metric that the switch was made for. "
         "Nothing is marked with fewer than 5 repetitions.",
@@ -126,7 +166,9 @@ def conclusion(record: dict[str, Any]) -> str:
     whole = [one_sentence(row) for row in rows if row["kind"] == "whole"][:1]
     steps = [row for row in rows if row["kind"] == "path"] or [row for row in rows if row["kind"] == "alone"]
     parts = [f"{', '.join(found)} {word}" for word in ("better", "worse") if (found := effects(steps, word))]
-    return "\n".join([*whole, ("; ".join(parts) or "no switch shows a difference") + ", each by its own metric"])
+    return "\n".join(
+        [*whole, ("; ".join(parts) or "no switch makes a difference that was found") + ", each by its own metric"]
+    )
 
 
 def effects(rows: Sequence[Row], word: str) -> list[str]:
@@ -148,7 +190,7 @@ def one_sentence(row: Row) -> str:
         a, b = medians(row, row["metric"])
         return f"{what} {number(a)} → {number(b)} {metric.unit}"
     if row["verdict"] == "":
-        return f"{what} shows no difference"
+        return f"{what}: {no_difference(row, row['metric'])}"
     return f"{what} {max(found[0], 1 / found[0]):.3g}× {row['verdict']}"
 
 
@@ -164,16 +206,17 @@ def plot(record: dict[str, Any]) -> Any:
     rows = record["results"]["rows"]
     if not rows:
         raise SystemExit("the file holds no comparison")
-    figure = plot_one(rows[0]) if len(rows) == 1 else plot_many(rows)
+    is_path = {row["kind"] for row in rows} <= {"whole", "path"} and len({row["workload"] for row in rows}) == 1
+    figure = plot_one(rows[0]) if len(rows) == 1 else plot_path(rows) if is_path else plot_own(rows)
     figure.suptitle(conclusion(record), x=0.01, ha="left", fontsize=11, fontweight="bold")
-    legend(figure, ring=len(rows) > 1, title=measured(record))
+    legend(figure, ring=is_path and len(rows) > 1, title=measured(record))
     return figure
 
 
 def measured(record: dict[str, Any]) -> str:
-    params, machine = record["params"], record["machine"]
+    params = record["params"]
     return (
-        f"{params['model']}, {params['dtype']}, {machine.get('gpu') or machine['cpu']}, {params['repetitions']} paired "
+        f"{params['model']}, {params['dtype']}, {where(record)}, {repetitions(record)} paired "
         f"repetitions, {'arrivals by step' if params['virtual'] else 'open loop'}, {scales(record)}"
         f"bars: 95 % bootstrap; commit {record['commit']}"
     )
@@ -206,51 +249,93 @@ def plot_one(row: Row) -> Any:
     return figure
 
 
-def plot_many(rows: Sequence[Row]) -> Any:
+def plot_own(rows: Sequence[Row]) -> Any:
+    """A panel a metric, one above the other, each with the switches that were made for it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.4 + 1.75 * len(COLUMNS), 2.1 + 0.36 * len(rows)), layout="constrained")
-    grid = figure.subplots(1, len(COLUMNS), sharey=True)
-    for axes, name in zip(grid, COLUMNS, strict=True):
-        forest(axes, [(row, name) for row in rows], ring=True)
-        axes.set_title(METRICS[name].what.replace(", ", ",\n").replace(" (", "\n("), fontsize=8.5)
-        if name in COUNTS:
-            axes.set_xticks([])
-            axes.spines["bottom"].set_visible(False)
-        axes.set_xlabel(f"{METRICS[name].unit}, A → B" if name in COUNTS else "times better", fontsize=8)
-    workloads = [row["workload"].replace("_", " ") for row in rows]
-    labels = [f"{change(row)}  ({KINDS[row['kind']]})\n{load}" for row, load in zip(rows, workloads, strict=True)]
-    grid[0].set_yticks(range(len(rows)), labels, fontsize=7.5)
-    for y, (above, below) in enumerate(pairwise(rows)):
-        if above["kind"] != below["kind"]:
-            for axes in grid:
-                axes.axhline(y + 0.5, color="#bbbbbb", linewidth=0.8, linestyle=":")
+    names = [name for name in METRICS if any(row["metric"] == name for row in rows)]
+    groups = [[row for row in rows if row["metric"] == name] for name in names]
+    heights = [0.9 + 0.42 * len(group) for group in groups]
+    figure = Figure(figsize=(8.2, 1.2 + sum(heights)), layout="constrained")
+    panels = figure.subplots(len(names), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, name, group in zip(panels, names, groups, strict=True):
+        forest(axes, [(row, name) for row in group])
+        axes.set_title(METRICS[name].what, fontsize=9, loc="left")
+        loads = [row["workload"].replace("_", " ") for row in group]
+        labels = [f"{change(row)}  ({KINDS[row['kind']]})\n{load}" for row, load in zip(group, loads, strict=True)]
+        axes.set_yticks(range(len(group)), labels, fontsize=7.5)
+        axes.set_xlabel("times better (log scale; 1 = equal)", fontsize=7.5)
     return figure
 
 
-def forest(axes: Any, cells: Sequence[tuple[Row, str]], ring: bool = False) -> None:
+def plot_path(rows: Sequence[Row]) -> Any:
+    """A panel a metric, side by side, each with all switches: a bar begins where the one above it ended."""
+    from matplotlib.figure import Figure
+
+    whole = [row for row in rows if row["kind"] == "whole"]
+    steps = [row for row in rows if row["kind"] == "path"]
+    own = {row["metric"] for row in steps}
+    names = [name for name in METRICS if name in PANELS or (name in own and name not in COUNTS)]
+    figure = Figure(figsize=(2.4 + 2.3 * len(names), 1.9 + 0.36 * len(rows)), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True)
+    for axes, name in zip(panels, names, strict=True):
+        stairs(axes, steps, whole, name)
+        axes.set_title(METRICS[name].what.replace(", ", ",\n").replace(" (", "\n("), fontsize=8.5)
+        axes.set_xlabel("times better", fontsize=8)
+    panels[0].set_yticks(range(len(rows)), [*map(change, steps), *("together" for _ in whole)], fontsize=7.5)
+    return figure
+
+
+def stairs(axes: Any, steps: Sequence[Row], whole: Sequence[Row], metric: str) -> None:
+    axes.set_xscale("log")
+    axes.axvline(1, color="#333333", linewidth=0.8, zorder=1)
+    reached, ends = 1.0, []
+    for y, row in enumerate([*steps, *whole]):
+        found = gain(row, metric)
+        if found is None:
+            continue
+        middle, low, high = found
+        begin = reached if row["kind"] == "path" else 1.0
+        colour = COLOURS[row["ratios"][metric]["verdict"]]
+        left, right = sorted((begin, begin * middle))
+        axes.barh(y, right - left, left=left, height=0.55, color=colour, alpha=0.55, zorder=2)
+        axes.plot([begin * low, begin * high], [y, y], color=colour, linewidth=1.6, solid_capstyle="butt", zorder=3)
+        if row["kind"] == "path" and row["metric"] == metric:
+            ring = {"markersize": 9, "markerfacecolor": "none", "zorder": 4}
+            axes.plot(begin * middle, y, "o", color=colour, **ring)
+        place = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center", "zorder": 5}
+        axes.annotate(f"{middle:.2f}", (begin * middle, y), fontsize=7, color=colour, **place)
+        ends += [begin, begin * low, begin * high]
+        reached = begin * middle if row["kind"] == "path" else reached
+    if whole:
+        axes.axhline(len(steps) - 0.5, color="#bbbbbb", linewidth=0.8, linestyle=":")
+    settle(axes, ends, len(steps) + len(whole))
+
+
+def forest(axes: Any, cells: Sequence[tuple[Row, str]]) -> None:
     """A line of (row, metric) each, from above."""
     axes.set_xscale("log")
-    if not (ring and cells[0][1] in COUNTS):
-        axes.axvline(1, color="#333333", linewidth=0.8, zorder=1)
+    axes.axvline(1, color="#333333", linewidth=0.8, zorder=1)
     halo = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
     for y, (row, metric) in enumerate(cells):
         if metric not in row["ratios"]:
             continue
         found, colour = gain(row, metric), COLOURS[row["ratios"][metric]["verdict"]]
         middle, low, high = found or (1, 1, 1)
-        if found is None or (ring and metric in COUNTS):
+        if found is None:
             text = "{} → {}".format(*map(number, medians(row, metric)))
             axes.text(1, y, text, va="center", ha="center", fontsize=7, color=colour, bbox=halo, zorder=4)
             continue
         axes.plot([low, high], [y, y], color=colour, linewidth=2, solid_capstyle="butt", zorder=3)
         axes.plot(middle, y, "o", color=colour, markersize=5, zorder=4)
-        if ring and row["metric"] == metric:
-            axes.plot(middle, y, "o", color=colour, markersize=10, markerfacecolor="none", zorder=4)
-        place = {"xytext": (0, 7 if ring else 6), "textcoords": "offset points", "ha": "center", "zorder": 2}
+        place = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "zorder": 2}
         axes.annotate(f"{middle:.2f}", (middle, y), fontsize=7, color=colour, bbox=halo, **place)
-    limits(axes, [value for row, metric in cells for value in gain(row, metric) or ()])
-    axes.set_ylim(len(cells) - 0.5, -0.7)
+    settle(axes, [value for row, metric in cells for value in gain(row, metric) or ()], len(cells))
+
+
+def settle(axes: Any, values: Sequence[float], num_lines: int) -> None:
+    limits(axes, values)
+    axes.set_ylim(num_lines - 0.5, -0.7)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", color="#eeeeee", zorder=0)
@@ -319,10 +404,9 @@ def save(figure: Any, path: Path) -> list[Path]:
 
 
 def main() -> None:
-    paths = [Path(name) for name in sys.argv[1:]]
-    if not paths:
-        raise SystemExit("usage: python bench/plots.py RESULT.json ...")
-    for path in paths:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json", help="of ablate, or of serve")
+    for path in parser.parse_args().results:
         for written in write(path):
             print(written)
 

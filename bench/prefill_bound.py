@@ -1,4 +1,4 @@
-"""How fast a prompt could be on these cores in bfloat16, and how near the products and the engine come to it.
+"""How fast could a prompt be on these cores in bfloat16, and how near do the products and the engine come?
 
 1. The instruction that multiplies bfloat16 (AMX's, or AVX-512's), over and over, on all threads: the peak.
 2. A prompt's products by themselves, all layers' matrices in turn, by oneDNN and as tiles (kernels/cpu/dense.h).
@@ -7,7 +7,7 @@
 The bound is the prompt's floating-point operations, products and attention's, at the peak. It leaves out all else: the
 exponentials of the softmax, norms, memory. Each time is the best of rounds in turns: what else runs here only adds.
 
-    python bench/prefill_bound.py --tokens 1000 2000
+    python -m bench prefill_bound --tokens 1000 2000
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
     args.add_argument("--rounds", type=int, default=9)
     args.add_argument("--threads", type=int, default=num_cores())
     args = args.parse_args()
-    if (why := dense.obstacle()) is not None:
+    if (why := dense.unsupported_reason()) is not None:
         raise SystemExit(f"There is no bound to look for: {why}")
     overrides = {"executor.num_threads": args.threads, "kv.num_blocks": 400, "kv.prefault": True}
     results = []

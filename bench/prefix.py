@@ -1,11 +1,13 @@
-"""What prefix caching costs when it never hits, and whether its times grow with the pool. Host time only, no model.
+"""What does prefix caching cost when it never hits, and do its times grow with the pool?
+
+Host time only, no model.
 
 1. 1,000 requests with nothing in common, each computed whole: schedule + update with kv.prefix none against hash and
    radix, alternating. vLLM's claim for V1 is under 1 % of throughput at 0 % hits, so the extra host time is also given
    as a share of the time that the same tokens take in the model (--seconds-per-token, from bench/offline.py).
 2. The time of one lookup with eviction, in pools of 1,000 to 1,000,000 blocks.
 
-    python bench/prefix.py
+    python -m bench prefix
 """
 
 from __future__ import annotations

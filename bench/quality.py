@@ -1,10 +1,11 @@
-"""What keeping weights in 4 and 8 bits changes: the same text through each form of a model, position by position.
+"""What does keeping weights in 4 and 8 bits change in what a model says?
 
-The reference, in float32, answers some chat prompts greedily. Every form is then given those texts whole, so that a
-difference counts once and does not spread: `top1` is the share of the answers' positions whose likeliest token is
-another one than the reference's, `logprob_rms` the root mean square difference of the text's own log-probabilities.
+The same text goes through each form of a model, and is compared position by position. The reference, in float32,
+answers some chat prompts greedily. Every form is then given those texts whole, so that a difference counts once and
+does not spread: `top1` is the share of the answers' positions whose likeliest token is another one than the
+reference's, `logprob_rms` the root mean square difference of the text's own log-probabilities.
 
-    python bench/quality.py
+    python -m bench quality
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from minivllm.config import DEFAULT_MODEL
 REFERENCE = {"model.dtype": "float32", "model.quantization": "none"}
 BF16 = {"model.dtype": "bfloat16"}
 FORMS = {
+    "auto": {},  # as the engine starts on this machine
     "bf16": {**BF16, "model.quantization": "none"},
     "kept": {**BF16, "model.dense_copy": False},  # the checkpoint's own codes, where it has some
     "int8": {**BF16, "model.quantization": "int8", "model.dense_copy": False},

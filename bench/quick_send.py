@@ -1,11 +1,12 @@
-"""What a server saves by writing a stream's pieces past h11 (minivllm/serve/quick_send.py): its process's CPU time.
+"""How much CPU time does a server save by writing a stream's pieces past h11?
 
-Two servers that differ in nothing but the class of their connections: QuickProtocol, or PatientProtocol below it, whose
-pieces go through h11's state machine. The engine core is in a process of its own and has a model of almost no work, so
-that tokens come as fast as the server can take them. In each round both answer the same number of streams, in turns;
-who goes first changes by the round. What counts is the server's process alone, not its core's nor the client's.
+The time is its process's; the way past h11 is minivllm/serve/quick_send.py. Two servers that differ in nothing but the
+class of their connections: QuickProtocol, or PatientProtocol below it, whose pieces go through h11's state machine. The
+engine core is in a process of its own and has a model of almost no work, so that tokens come as fast as the server can
+take them. In each round both answer the same number of streams, in turns; who goes first changes by the round. What
+counts is the server's process alone, not its core's nor the client's.
 
-    python bench/quick_send.py --rounds 20 --out
+    python -m bench quick_send --rounds 20 --out
 """
 
 from __future__ import annotations

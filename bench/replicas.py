@@ -1,10 +1,11 @@
-"""One engine core against two replicas of it, and the routers that say which of the two a request goes to.
+"""Are two replicas of an engine core better than one core of twice the size, and by which router?
 
-Servers over one machine's cores and equal memory: one core has all threads and all KV blocks, each of two replicas half
-of both (engine/replicas.py). All are started once and wait asleep for their turn; the order is reversed from one round
-to the next. The requests are bench/workloads.py's many_prefixes, other ones in every round, at each of --rates: what a
-router is worth shows in what is found in the prefix cache, and that in the time to the first token. A pool that holds
-all beginnings once, but not twice, tells the routers apart; that is what --pool-tokens is by default.
+A router says which of the two a request goes to. Servers over one machine's cores and equal memory: one core has all
+threads and all KV blocks, each of two replicas half of both (engine/replicas.py). All are started once and wait asleep
+for their turn; the order is reversed from one round to the next. The requests are bench/workloads.py's many_prefixes,
+other ones in every round, at each of --rates: what a router is worth shows in what is found in the prefix cache, and
+that in the time to the first token. A pool that holds all beginnings once, but not twice, tells the routers apart; that
+is what --pool-tokens is by default.
 
     throughput, ttft, latency   as the client sees them: bench/goodput.py
     hit_rate                    prompt tokens found in the prefix cache / looked up, of /metrics
@@ -12,8 +13,8 @@ all beginnings once, but not twice, tells the routers apart; that is what --pool
 On a machine of few cores two replicas are not expected to win: they share what one has to itself, and the weights are
 read twice. They are for machines where one core's process is what is busy.
 
-    python bench/replicas.py --rounds 5 --out
-    python bench/replicas.py --only prefix round_robin --rates 8
+    python -m bench replicas --rounds 5 --out
+    python -m bench replicas --only prefix round_robin --rates 8
 """
 
 from __future__ import annotations

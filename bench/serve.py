@@ -1,8 +1,10 @@
-"""Load on a server over HTTP, at one arrival rate or a sweep of them: latencies, throughput, goodput, the knee.
+"""What do clients of a server wait for at each rate of arrivals, and where is the knee?
 
-    python bench/serve.py --rates 1 2 4 8 --slo ttft=500ms --slo tpot=50ms --out
-    python bench/serve.py --url http://127.0.0.1:8000 --endpoint chat --rates 2
-    python bench/serve.py --serve "--preset v0" --rates 1 2 4 8
+Load over HTTP, at one rate or a sweep of them: latencies, throughput, goodput.
+
+    python -m bench serve --rates 1 2 4 8 --slo ttft=500ms --slo tpot=50ms --out
+    python -m bench serve --url http://127.0.0.1:8000 --endpoint chat --rates 2
+    python -m bench serve --serve "--preset v0" --rates 1 2 4 8
 
 Without --url a minivllm server is started on a free port of this machine and stopped at the end. Any server with
 OpenAI's streams may be measured; --plain leaves out what only minivllm and vLLM understand, and then outputs are as

@@ -1,8 +1,10 @@
-"""minivllm's server beside vLLM's, at the same rates: TTFT, ITL, throughput. Same arrivals, same cores, in turns.
+"""How do TTFT, ITL and throughput of this server compare with those of vLLM's, at the same rates?
+
+Same arrivals, same cores, in turns.
 
     make peers ARGS="--only vllm"                             vLLM's environment, once
-    python bench/serve_beside.py --rates 0.5 1 2 --out        all rates, --repetitions times each
-    python bench/serve_beside.py --only minivllm vllm-unbound
+    python -m bench serve_beside --rates 0.5 1 2 --out        all rates, --repetitions times each
+    python -m bench serve_beside --only minivllm vllm-unbound
 
 Each server is started once, as its users start it, and keeps its model; who waits for its turn is stopped (SIGSTOP). A
 repetition of a rate is one run on each server, with prompts that no run before had; who goes first changes. vLLM has

@@ -1,6 +1,8 @@
-"""What HTTP and processes cost: the same requests by the offline engine and by the server, in turns, on the same cores.
+"""What do HTTP and the processes of a server cost, against the offline engine on the same requests?
 
-    python bench/serve_overhead.py --rounds 7 --out
+On the same cores, in turns.
+
+    python -m bench serve_overhead --rounds 7 --out
 
     throughput   --streams requests at once, each --input-len tokens in and --output-len out: `LLM.generate` against as
                  many concurrent streams. overhead = 1 - the server's output tokens a second / the offline engine's.

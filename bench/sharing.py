@@ -1,4 +1,6 @@
-"""Memory saved by sharing: parallel sampling and beam search (the vLLM paper, Kwon et al. 2023, Figure 15).
+"""How much memory does sharing save in parallel sampling and beam search?
+
+Figure 15 of the vLLM paper (Kwon et al. 2023).
 
     saved = 1 - blocks in use / blocks that the tables name, the mean over the steps
 
@@ -10,8 +12,8 @@ The paper (OPT-13B): 6.1 % to 9.8 % for parallel sampling and 37.6 % to 55.2 % f
 30.5 % and 44.3 % to 66.3 % on ShareGPT, each for 2 to 6 sequences. What beams share depends on how often they leave
 each other, and so on the model and its prompts: random ids are not what people ask.
 
-    python bench/sharing.py --shapes alpaca --kinds parallel
-    python bench/sharing.py --shapes sharegpt --kinds beam --num-prompts 4
+    python -m bench sharing --shapes alpaca --kinds parallel
+    python -m bench sharing --shapes sharegpt --kinds beam --num-prompts 4
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from workloads import draw
 from minivllm import LLM, BeamSearchParams, SamplingParams
 from minivllm.config import DEFAULT_MODEL, parse_set
 from minivllm.plan import Delta, StepOutput, StepPlan
-from minivllm.scheduler.base import Scheduler
+from minivllm.scheduler.protocol import Scheduler
 
 KINDS = ("parallel", "beam")
 PAPER_PERCENT = {  # the lowest and the highest of 2, 4 and 6 sequences

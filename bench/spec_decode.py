@@ -1,11 +1,12 @@
-"""Speculative decoding at one request: tokens per forward and speed, against the same engine without it.
+"""What does speculative decoding gain at one request, in tokens per forward and in speed?
 
-Text that copies (quotes of an article, a code edit, JSON records) and free text, through the chat template, greedily.
-Engines are loaded side by side and take turns on each prompt, so that a noisy minute of the machine meets all of them;
-a speed-up is a ratio within a round. `same` says in how many rounds the tokens were those without speculation: all in
-float32; in bfloat16 a forward over several tokens rounds differently, and a near tie may fall the other way.
+Against the same engine without it. Text that copies (quotes of an article, a code edit, JSON records) and free text,
+through the chat template, greedily. Engines are loaded side by side and take turns on each prompt, so that a noisy
+minute of the machine meets all of them; a speed-up is a ratio within a round. `same` says in how many rounds the tokens
+were those without speculation: all in float32; in bfloat16 a forward over several tokens rounds differently, and a near
+tie may fall the other way.
 
-    python bench/spec_decode.py --methods ngram suffix --rounds 5
+    python -m bench spec_decode --methods ngram suffix --rounds 5
 """
 
 from __future__ import annotations

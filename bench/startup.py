@@ -1,10 +1,11 @@
-"""From typing the command to the first token, in fresh processes, split by part.
+"""Where does the time go from typing the command to the first token?
 
-Warm: the default model has been fetched and converted. `--cold`: it has only been fetched, so each run converts it
-again into an empty cache. In both the operating system's page cache is as the runs before left it, and Python keeps its
-bytecode, as it does unless PYTHONDONTWRITEBYTECODE is set (then every start compiles this package again: some 0.6 s).
+Fresh processes, split by part. Warm: the default model has been fetched and converted. `--cold`: it has only been
+fetched, so each run converts it again into an empty cache. In both the operating system's page cache is as the runs
+before left it, and Python keeps its bytecode, as it does unless PYTHONDONTWRITEBYTECODE is set (then every start
+compiles this package again: some 0.6 s).
 
-    python bench/startup.py --runs 5 --cold
+    python -m bench startup --runs 5 --cold
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a decode step's time goes, part by part, and how near it comes to what reading the weights and the KV takes.
+"""Where does a decode step's time go, and how near is it to reading the weights and the KV once?
 
 R requests of one length decode greedily in a whole engine. Each part (schedule, prepare, attention, linear layers by
 kind, LM head, sampler, update, detokenise ...) is the time inside of its calls less that of the parts that these call.
@@ -7,8 +7,10 @@ Where the forward runs the whole stack in one C++ call, its inside is not seen b
 
 The bound of a step is its linear layers alone, each product's best of many apart from all else (LM head included), plus
 the time to read its KV at the rate of a large copy. A part is the median over steps, so parts add up to about a step.
+`read` is another bound, of memory alone: all weights' bytes and the KV, at that rate.
 
-    python bench/step_profile.py --num-reqs 1 8 32 --forward auto eager
+    python -m bench step_profile --num-reqs 1 8 32 --forward auto eager
+    python -m bench step_profile --model dummy:llama-3.2-1b --quantization int4 --num-reqs 1
 """
 
 from __future__ import annotations
@@ -126,12 +128,25 @@ def floor_seconds(model: Any, num_tokens: int, tries: int) -> float:
     total = 0.0
     for layer in [*linears(model), model.lm_head]:
         n_in = model.spec.hidden_size if layer is model.lm_head else layer.n_in
-        x, best = torch.randn(num_tokens, n_in).to(model.embedding.weight.dtype), float("inf")
+        x, best = torch.randn(num_tokens, n_in).to(model.dtype), float("inf")
         for _ in range(tries):
             begin = time.perf_counter()
             layer.method.apply(layer, x)
             best = min(best, time.perf_counter() - begin)
         total += best
+    return total
+
+
+def weight_bytes(model: Any) -> int:
+    """Of all linear layers, in the form in which few tokens are multiplied with them."""
+    total = 0
+    for layer in [*linears(model), model.lm_head]:
+        kept = next(filter(None, (getattr(layer, form, None) for form in ("matrix", "panels", "tiles"))), None)
+        if kept is None:
+            weight = layer.packed if layer.weight is None else layer.weight  # oneDNN's, or as it was loaded
+            total += weight.numel() * weight.element_size()
+        else:
+            total += kept.num_bytes
     return total
 
 
@@ -171,7 +186,9 @@ def profile(llm: LLM, clock: Clock, num_reqs: int, length: int, num_steps: int) 
     return {name: [1e3 * s.get(name, 0.0) for s in steps] for name in names}
 
 
-def report(how: str, num_reqs: int, parts: dict[str, list[float]], bound: dict[str, float]) -> dict[str, Any]:
+def report(
+    how: str, num_reqs: int, parts: dict[str, list[float]], bound: dict[str, float], read_ms: float
+) -> dict[str, Any]:
     """Medians, since a step that met other work would weigh for many."""
     medians = {name: float(np.median(ms)) for name, ms in parts.items()}
     whole, least = medians.pop("step"), float(np.min(parts["step"]))
@@ -179,7 +196,8 @@ def report(how: str, num_reqs: int, parts: dict[str, list[float]], bound: dict[s
     limit = sum(bound.values())
     note(f"\n{how}, {num_reqs} requests: a step {whole:.2f} ms (best {least:.2f}), bound {limit:.2f} = "
          + " + ".join(f"{name} {ms:.2f}" for name, ms in bound.items())
-         + f"; reached {limit / whole:.2f} (best {limit / least:.2f})")  # fmt: skip
+         + f"; reached {limit / whole:.2f} (best {limit / least:.2f}); its bytes are read in {read_ms:.2f}: "
+         + f"{read_ms / whole:.2f} (best {read_ms / least:.2f})")  # fmt: skip
     for name, ms in sorted(medians.items(), key=lambda item: -item[1]):
         note(f"  {name:20} {ms:8.3f} ms {100 * ms / total:5.1f} %")
     return {
@@ -189,6 +207,8 @@ def report(how: str, num_reqs: int, parts: dict[str, list[float]], bound: dict[s
         "parts_ms": {name: round(ms, 4) for name, ms in medians.items()},
         "bound_ms": {name: round(ms, 3) for name, ms in bound.items()},
         "reached": round(limit / whole, 3),
+        "read_ms": round(read_ms, 3),
+        "reached_of_read": round(read_ms / whole, 3),
     }
 
 
@@ -209,7 +229,8 @@ def run(how: str, args: Any, rate: float) -> list[dict[str, Any]]:
         for num_reqs in args.num_reqs:
             kv_ms = 1e3 * num_reqs * args.length * per_token / rate
             bound = {"linear layers": 1e3 * floors[num_reqs], "KV": kv_ms}
-            rows.append(report(how, num_reqs, profile(llm, clock, num_reqs, args.length, args.steps), bound))
+            read_ms = 1e3 * weight_bytes(model) / rate + kv_ms
+            rows.append(report(how, num_reqs, profile(llm, clock, num_reqs, args.length, args.steps), bound, read_ms))
     return rows
 
 

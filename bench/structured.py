@@ -1,11 +1,11 @@
-"""What structured output costs: the mask of a step, and compiling a specification, cold and cached.
+"""What does structured output cost: the mask of a step, and compiling a specification, cold and cached?
 
 Rows follow JSON texts token by token, each at a place of its own, as requests that are being served do. A step's mask
 is filled for all rows (the grammars' part) and applied to the logits (the sampler's part); both are timed, beside the
 argmax over the same logits. Cold: the backend has never seen the specification. Cached: what the worker, and any later
 request, pays.
 
-    python bench/structured.py --num-rows 64 --backends xgrammar llguidance dfa
+    python -m bench structured --num-rows 64 --backends xgrammar llguidance dfa
 """
 
 from __future__ import annotations

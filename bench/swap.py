@@ -1,7 +1,7 @@
-"""Preemption by swapping against recomputing, over block sizes (the vLLM paper, Kwon et al. 2023, section 7.3).
+"""Is swapping or recomputing the cheaper preemption, at which block size?
 
-For each block size the pool has the same number of slots, two engines with preset v0 differ in kv.preemption alone, and
-they run in turns:
+Section 7.3 of the vLLM paper (Kwon et al. 2023). For each block size the pool has the same number of slots, two engines
+with preset v0 differ in kv.preemption alone, and they run in turns:
 
     one preemption  milliseconds to move the blocks of one request of --tokens tokens out and in again, or to compute
                     its tokens again
@@ -11,7 +11,7 @@ A ratio below 1 for `one preemption`, and above 1 for `throughput`, is in favour
 is many small copies; with large ones it moves slots that hold nothing. A block of 256 holds most of these requests
 whole: where `preemptions` is 0, the two engines did the same, and the ratio of throughputs shows the noise.
 
-    python bench/swap.py --block-sizes 1 4 16 64 256
+    python -m bench swap --block-sizes 1 4 16 64 256
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from workloads import Scene, draw
 
 from minivllm.config import DEFAULT_MODEL, EngineConfig, parse_set
 from minivllm.plan import StepPlan
+from minivllm.runner.calibrate import measure_prefill
 from minivllm.runner.dummies import DummyBatches
-from minivllm.runner.worker import measure_prefill
 
 KINDS = ("recompute", "swap")
 

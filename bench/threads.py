@@ -1,9 +1,9 @@
-"""How long OpenMP's threads should spin: output tokens per second by setting, alone and beside busy programs.
+"""How long should OpenMP's threads spin, alone and beside busy programs?
 
-One fresh process a run, since the setting is read while torch is loaded. Settings take turns within a round; every
-other round runs them in the other order.
+Told by output tokens per second, setting by setting. One fresh process a run, since the setting is read while torch is
+loaded. Settings take turns within a round; every other round runs them in the other order.
 
-    python bench/threads.py --settings default GOMP_SPINCOUNT=2000 OMP_WAIT_POLICY=passive --busy 0 1 --rounds 5
+    python -m bench threads --settings default GOMP_SPINCOUNT=2000 OMP_WAIT_POLICY=passive --busy 0 1 --rounds 5
 """
 
 from __future__ import annotations

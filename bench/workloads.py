@@ -16,10 +16,11 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from minivllm.simulate.lengths import LogNormal
 
 DEFAULT_VOCAB, SMALLEST_VOCAB = 49_152, 256  # of the default model; of every dummy shape at least
 FIRST_ID = 10  # ids below are often special
@@ -51,31 +52,10 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Log-normal, clipped to [low, high], with the given mean after clipping."""
-
-    mean: float
-    sigma: float  # of the logarithm
-    low: int
-    high: int
-
+class Lengths(LogNormal):
     def draw(self, generator: np.random.Generator, num: int, scale: float) -> list[int]:
-        lengths = generator.lognormal(self._mu(), self.sigma, num).clip(self.low, self.high)
+        lengths = generator.lognormal(self.mu(), self.sigma, num).clip(self.low, self.high)
         return [max(1, round(float(length) * scale)) for length in lengths]
-
-    def _mu(self) -> float:
-        """Bisection: the clipped mean grows with mu."""
-        low, high = math.log(self.low), math.log(self.high)
-        for _ in range(60):
-            mu = (low + high) / 2
-            low, high = (mu, high) if self._clipped_mean(mu) < self.mean else (low, mu)
-        return mu
-
-    def _clipped_mean(self, mu: float) -> float:
-        cdf, sigma = NormalDist().cdf, self.sigma
-        a, b = (math.log(self.low) - mu) / sigma, (math.log(self.high) - mu) / sigma
-        middle = math.exp(mu + sigma**2 / 2) * (cdf(b - sigma) - cdf(a - sigma))
-        return self.low * cdf(a) + middle + self.high * (1 - cdf(b))
 
 
 SHAREGPT_IN, SHAREGPT_OUT = Lengths(161.31, 1.1, 4, 1024), Lengths(337.99, 0.9, 4, 1024)
@@ -181,6 +161,34 @@ def memory_pressure(draw: Draw) -> list[Arrival]:
     return draw.pairs(SHAREGPT_IN, SHAREGPT_OUT)
 
 
+def mixed(draw: Draw, prefix: int = 341, num_long: int = 1500) -> list[Arrival]:
+    """Something for every switch from V0 to V1, more of it than the pool holds at once.
+
+    Of each twelve requests eight are chats behind one common beginning (a prefix cache), four of them with answers as
+    long as ShareGPT's; two have nothing in common with others; one is a prompt of 1,500 tokens that meets chats which
+    decode (one budget, chunks); and one is a beam search of width 4 (forks). The pool holds a fifth of all, so that
+    requests wait and some are preempted (admission, preemption).
+    """
+    beginning = draw.ids(draw.length(prefix))
+    kinds = ["chat", "answer", "chat", "alone", "answer", "chat", "beam", "answer", "chat", "long", "alone", "answer"]
+    arrivals = []
+    for i, (time, num_in, short, long) in enumerate(
+        zip(
+            draw.times(),
+            ALPACA_IN.draw(draw.generator, draw.num_requests, draw.scale),
+            ALPACA_OUT.draw(draw.generator, draw.num_requests, draw.scale),
+            SHAREGPT_OUT.draw(draw.generator, draw.num_requests, draw.scale),
+            strict=True,
+        )
+    ):
+        kind = kinds[i % len(kinds)]
+        num_in = draw.length(num_long) if kind == "long" else num_in
+        own, num_out = draw.ids(num_in), long if kind == "answer" else short
+        before = beginning if kind in ("chat", "answer") else []
+        arrivals.append(Arrival(time, before + own, num_out, kind=kind, beam_width=4 if kind == "beam" else 0))
+    return arrivals
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     generate: Callable[..., list[Arrival]]
@@ -203,6 +211,7 @@ WORKLOADS: dict[str, Workload] = {
     "long_prompt_among_chats": Workload(long_prompt_among_chats, 9, 1.0, 2016),
     "parallel_sampling": Workload(parallel_sampling, 8, 2.0, 768),
     "beam": Workload(beam, 8, 2.0, 768),
+    "mixed": Workload(mixed, 24, 16.0, 2012, pool_fraction=0.18),
     "memory_pressure": Workload(memory_pressure, 16, math.inf, 2048, pool_fraction=0.2),
 }
 

@@ -20,6 +20,18 @@ from minivllm.features import FEATURES, Feature
 CHAPTERS = Path(__file__).parent
 RESULTS = CHAPTERS / "results"
 MIN_ROUNDS = 3  # of runs whose times are compared
+ATTEMPTS = 3  # at a claim about time
+
+
+class TimeClaim(AssertionError):
+    """A claim about time that a run did not bear out. Whoever else works on the machine can do that, so it is measured
+    again: what is false here is false every time. A claim about what was computed or counted has one chance."""
+
+
+def in_time(is_so: bool, otherwise: str) -> None:
+    """What a chapter's check says of times. Raises TimeClaim."""
+    if not is_so:
+        raise TimeClaim(otherwise)
 
 
 def switches(chapter: str) -> list[Feature]:
@@ -52,6 +64,26 @@ def with_three_digits(times: dict[str, dict[str, float]]) -> dict[str, dict[str,
     return {name: {**spent, "shown": float(f"{spent['min']:.3g}")} for name, spent in times.items()}
 
 
+def checked(
+    measure: Callable[[], dict[str, Any]], check: Callable[[dict[str, Any]], None], attempts: int
+) -> dict[str, Any]:
+    """The first results that bear the claims out. What is recorded gets one attempt: it is not to be the best of some.
+
+    Raises AssertionError of the last attempt, or of the first that was not about time.
+    """
+    for _ in range(attempts - 1):
+        results = measure()
+        try:
+            check(results)
+        except TimeClaim as claim:
+            note(f"  not so this time: {claim}; measuring again")
+        else:
+            return results
+    results = measure()
+    check(results)
+    return results
+
+
 def main(
     chapter: str,
     measure: Callable[[bool], dict[str, Any]],
@@ -65,8 +97,7 @@ def main(
     )
     args = parser.parse_args()
     start = time.perf_counter()
-    results = measure(args.smoke)
-    check(results)
+    results = checked(lambda: measure(args.smoke), check, attempts=1 if args.record else ATTEMPTS)
     print(tell(results), end="")
     seconds = time.perf_counter() - start
     note(f"chapter {int(chapter)}: every claim of its text held, in {seconds:.0f} s")

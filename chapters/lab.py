@@ -64,7 +64,8 @@ class OneRequest:
         start, self.num_tokens = self.num_tokens, self.num_tokens + len(token_ids)
         context = ForwardContext(CachedAttention(), None, self.caches, self.model.attention_layers)
         with forward_context(context):
-            return self.model(torch.tensor(token_ids), torch.arange(start, self.num_tokens))
+            x = self.model.embed(torch.tensor(token_ids))
+            return self.model(x, torch.arange(start, self.num_tokens))
 
 
 def all_logits(model: nn.Module, token_ids: Sequence[int]) -> Tensor:

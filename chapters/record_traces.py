@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from minivllm.config import EngineConfig
 from minivllm.engine.build import Engine, build, build_kv, build_scheduler
 from minivllm.engine.core import EngineCore
 from minivllm.engine.tokenizer import TextTokenizer
-from minivllm.plan import StepOutput, StepPlan
+from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 from minivllm.request import EngineRequest, SamplingParams
 from minivllm.scheduler.base import Limits
 from minivllm.trace import TraceRecorder
@@ -249,11 +248,10 @@ class Scripted:
         self.num_prompt = num_prompt
         self.texts = texts
 
-    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+    def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         ends = {req_id: plan.start[req_id] + num for req_id, num in plan.num_tokens.items()}
-        done: Future[StepOutput] = Future()
-        done.set_result(StepOutput({r: [ord(self.texts[r][n])] for r, n in ends.items() if n >= self.num_prompt[r]}))
-        return done
+        out = StepOutput({r: [ord(self.texts[r][n])] for r, n in ends.items() if n >= self.num_prompt[r]})
+        return AsyncOutput.ready(out)
 
     def shutdown(self) -> None: ...
 

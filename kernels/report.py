@@ -1,6 +1,6 @@
 """Which families of kernels can be built and run on this machine, why not the others, and each kernel's row.
 
-The engine never needs one of them: each kernel has a torch twin that gives the same numbers, so a machine without
+The engine never needs one of them: each kernel has a torch reference that gives the same numbers, so a machine without
 triton, a GPU or a C++ compiler imports, tests and serves. The report is about what kernels
 stand on, and about the CPU's, which are compiled at first use.
 
@@ -48,9 +48,9 @@ def cpu_family() -> Family:
     """Compiles the kernels if they are not there yet."""
     from minivllm.kernels.cpu import build
 
-    obstacle = build.obstacle()
-    if obstacle is not None:
-        return Family("cpu", False, obstacle)
+    why = build.unsupported_reason()
+    if why is not None:
+        return Family("cpu", False, why)
     folder = build.path("attention").parent
     return Family("cpu", True, f"attention, linear and lora for {build.isa()}, {folder}")
 
@@ -66,10 +66,10 @@ def report() -> list[Family]:
 def kernel_lines(families: list[Family]) -> list[str]:
     """One line a kernel: whether it can run here, what asks for it, what it is tested against."""
     usable = {family.name: family.usable for family in families}
-    rows = [("kernel", "family", "", "asked for by", "twin")]
+    rows = [("kernel", "family", "", "asked for by", "reference")]
     for kernel in KERNELS:
         state = "on" if usable[kernel.family] else "off"
-        rows.append((kernel.name, kernel.family, state, kernel.used_by or "nobody yet", kernel.twin))
+        rows.append((kernel.name, kernel.family, state, kernel.used_by or "nobody yet", kernel.reference))
     return ["{:30} {:8} {:4} {:35} {}".format(*row) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""Every kernel with what it is for, its twin and whether it is used: the dispatch table. Imports nothing heavy.
+"""Every kernel with what it is for, its reference and whether it is used: the dispatch table. Imports nothing heavy.
 
 A kernel that serves has a reader in the engine; with runner.kernels, dispatch.py says whether it is used. One that
 waits is proven (tests/kernels) and called by nobody yet. None of the Triton kernels has been timed: bench/gpu/run.py.
@@ -13,16 +13,16 @@ class Kernel(NamedTuple):
     name: str
     family: str  # a row of minivllm.kernels.report
     source: str  # "module:name"
-    twin: str  # "module:name", the oracle
+    reference: str  # "module:name", the oracle
     used_by: str  # "": nobody yet
 
 
-def _triton(name: str, source: str, twin: str, used_by: str = "") -> Kernel:
-    return Kernel(name, "triton", f"minivllm.kernels.triton.{source}", twin, used_by)
+def _triton(name: str, source: str, reference: str, used_by: str = "") -> Kernel:
+    return Kernel(name, "triton", f"minivllm.kernels.triton.{source}", reference, used_by)
 
 
 _ATTENTION = "minivllm.attention.reference:ReferenceAttention"
-_TWINS = "minivllm.kernels.twins"
+_REFERENCE = "minivllm.kernels.reference"
 _GATHER = "runner.kernels, runner.inputs=gather"
 
 KERNELS: tuple[Kernel, ...] = (
@@ -51,13 +51,24 @@ KERNELS: tuple[Kernel, ...] = (
         "minivllm.sampling.grammar_mask:apply_masks_slowly",
         "structured.backend",
     ),
+    Kernel(
+        "latent attention",
+        "cpu",
+        "minivllm.attention.latent_cpu:LatentCPU",
+        "minivllm.attention.latent:LatentReference",
+        "runner.attention=cpu, models of latent attention",
+    ),
     _triton("decode attention", "paged:decode", _ATTENTION, "runner.attention"),
     _triton("prefill attention", "paged:prefill", _ATTENTION, "runner.attention"),
-    _triton("cache write", "elementwise:write", f"{_TWINS}:write", "runner.attention"),
-    _triton("cache write in 8 bits", "elementwise:write_codes", f"{_TWINS}:write_codes", "runner.attention"),
-    _triton("rope + norm + cache write", "elementwise:rope_write", f"{_TWINS}:rope_write", "runner.kernels"),
-    _triton("rope + norm + write in 8 bits", "elementwise:rope_write", f"{_TWINS}:rope_write", "runner.kernels"),
-    _triton("block copy", "elementwise:BlockCopier", f"{_TWINS}:copy_blocks", "runner.kernels, kv.fork, kv.preemption"),
+    _triton("cache write", "elementwise:write", f"{_REFERENCE}:write", "runner.attention"),
+    _triton(
+        "cache write in 8 bits", "elementwise:write_quantised", f"{_REFERENCE}:write_quantised", "runner.attention"
+    ),
+    _triton("rope + norm + cache write", "elementwise:rope_write", f"{_REFERENCE}:rope_write", "runner.kernels"),
+    _triton("rope + norm + write in 8 bits", "elementwise:rope_write", f"{_REFERENCE}:rope_write", "runner.kernels"),
+    _triton(
+        "block copy", "elementwise:BlockCopier", f"{_REFERENCE}:copy_blocks", "runner.kernels, kv.fork, kv.preemption"
+    ),
     _triton("draw", "draw:draw", "minivllm.sampling.draw:draw", "runner.kernels"),
     _triton("top-k, top-p and min-p", "draw:find_cuts", "minivllm.sampling.draw:find_cuts_by_sort", "runner.kernels"),
     _triton("rejection sampling", "draw:reject", "minivllm.sampling.rejection:reject", "runner.kernels"),
@@ -65,10 +76,10 @@ KERNELS: tuple[Kernel, ...] = (
     _triton(
         "w4a16 linear", "w4a16:Matrix", "minivllm.quantization.formats:dequantise", "runner.kernels, model.quantization"
     ),
-    _triton("layer of experts", "moe:moe", f"{_TWINS}:experts", "runner.kernels, models with experts"),
-    _triton("gather inputs", "gather:gather_tokens", f"{_TWINS}:gather_tokens", _GATHER),
-    _triton("gather rows", "gather:gather_rows", f"{_TWINS}:gather_rows", _GATHER),
-    _triton("staged writes", "gather:write_rows", f"{_TWINS}:write_rows", _GATHER),
-    _triton("rms norm", "elementwise:rms_norm", f"{_TWINS}:rms_norm"),
-    _triton("silu mul", "elementwise:silu_mul", f"{_TWINS}:silu_mul"),
+    _triton("layer of experts", "moe:moe", f"{_REFERENCE}:experts", "runner.kernels, models with experts"),
+    _triton("gather inputs", "gather:gather_tokens", f"{_REFERENCE}:gather_tokens", _GATHER),
+    _triton("gather rows", "gather:gather_rows", f"{_REFERENCE}:gather_rows", _GATHER),
+    _triton("staged writes", "gather:write_rows", f"{_REFERENCE}:write_rows", _GATHER),
+    _triton("rms norm", "elementwise:rms_norm", f"{_REFERENCE}:rms_norm"),
+    _triton("silu mul", "elementwise:silu_mul", f"{_REFERENCE}:silu_mul"),
 )

@@ -1,13 +1,16 @@
 """Python processes of our own that end with their parent, however that ends.
 
 The lifeline is the child's standard input: the parent writes the task to it and then keeps it open, so its end, which
-also a kill of the parent brings, means that nobody is there to work for.
+also a kill of the parent brings, means that nobody is there to work for. For a child that cannot look, see orphan.py.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import queue
 import secrets
+import select
 import shutil
 import signal
 import struct
@@ -15,15 +18,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from minivllm import orphan
+
 T = TypeVar("T")
 INTERRUPT = {signal.SIGINT}
 _LENGTH = struct.Struct("<Q")
+_SOCKET_PATH_BYTES = 103  # what a system takes at least (macOS; Linux: 107)
+_LONGEST_NAME = 16  # of a socket file in a folder of ours
 
 _unclaimed: set[str] = set()  # folders whose child has not been started: nobody but this process removes them
 _making = threading.RLock()  # or giving one away. Reentrant: an interrupt can come while its own thread has it
@@ -36,16 +44,51 @@ def start(module: str, *args: str, **options: Any) -> subprocess.Popen:
     child begins with the signal blocked.
     """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)  # of this thread, and so of the child
+    command = [sys.executable, "-m", module, *args]
+    return _starter(os.getpid()).run(lambda: subprocess.Popen(command, stdin=subprocess.PIPE, env=env, **options))
+
+
+class _Starter:
+    """A thread that starts processes and lives as long as this one: to the kernel a child's parent is the thread that
+    forked it (orphan.py), and those who ask come and go."""
+
+    def __init__(self) -> None:
+        self._wanted: queue.SimpleQueue[tuple[Callable[[], subprocess.Popen], Future[subprocess.Popen]]]
+        self._wanted = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="minivllm-starter", daemon=True).start()
+
+    def run(self, start: Callable[[], subprocess.Popen]) -> subprocess.Popen:
+        """If an interrupt ends the wait, nobody holds the child, so that its lifeline closes."""
+        started: Future[subprocess.Popen] = Future()
+        self._wanted.put((start, started))
+        return started.result()
+
+    def _work(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPT)  # of this thread, and so of its children
+        while True:
+            _start(*self._wanted.get())
+
+
+def _start(start: Callable[[], subprocess.Popen], started: Future[subprocess.Popen]) -> None:
     try:
-        return subprocess.Popen([sys.executable, "-m", module, *args], stdin=subprocess.PIPE, env=env, **options)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        started.set_result(start())
+    except BaseException as error:
+        started.set_exception(error)
+
+
+@functools.cache
+def _starter(process: int) -> _Starter:
+    """process: this one; a fork of it does not have its threads."""
+    return _Starter()
 
 
 def make_folder() -> str:
-    """A temporary folder that only this user can enter. This process removes it, however it ends, until `claimed`."""
-    folder = os.path.join(tempfile.gettempdir(), f"minivllm-{secrets.token_hex(8)}")
+    """A temporary folder for socket files, that only this user can enter. This process removes it, however it ends,
+    until `claimed`. It is in /tmp where paths in TMPDIR would be longer than a socket's may be."""
+    name = f"minivllm-{secrets.token_hex(8)}"
+    folder = os.path.join(tempfile.gettempdir(), name)
+    if len(os.fsencode(folder)) + 1 + _LONGEST_NAME > _SOCKET_PATH_BYTES:
+        folder = os.path.join("/tmp", name)
     with _making:
         _unclaimed.add(folder)  # first: an interrupt between the two finds nothing to remove, and nothing is made then
         os.mkdir(folder, 0o700)
@@ -106,12 +149,18 @@ def send_bytes(process: subprocess.Popen, sent: bytes) -> None:
 
 
 def end_with_parent(folders: Sequence[str | Path] = ()) -> None:
-    """In the child, once it has read all that it was sent. folders: the parent's own temporary ones, which go with it
-    even where it had no time to remove them."""
+    """In the child's main thread, once it has read all that it was sent. folders: the parent's own temporary ones,
+    which go with it even where it had no time to remove them."""
     threading.Thread(target=_wait_for_the_end, args=(folders,), name="minivllm-lifeline", daemon=True).start()
+    orphan.end_in_time()
+    lifeline = select.poll()
+    lifeline.register(0, 0)
+    if lifeline.poll(0):  # closed before the kernel was asked
+        _end(folders)
 
 
 def _wait_for_the_end(folders: Sequence[str | Path]) -> None:
+    orphan.go_on()
     while os.read(0, 1):  # not through sys.stdin: an interpreter that ends would wait for its lock
         pass
     _end(folders)

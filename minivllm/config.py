@@ -1,20 +1,23 @@
 """The configuration: a frozen tree, dotted overrides, presets, and the choices made for the user.
 
 Every field can be set by `--set section.field=value`, by LLM(overrides={...}) and by a preset; nothing is read from the
-environment, so that a benchmark's JSON holds all that made its number. After `resolve()` nothing changes any more.
+environment, so that a benchmark's JSON holds all that made its number. After `EngineConfig.build` nothing changes.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 
+from minivllm import features
 from minivllm.errors import ConfigError
-from minivllm.features import CONFLICTS, FEATURES
-from minivllm.registry import did_you_mean
+from minivllm.features import CONFLICTS, FEATURES, Conflict
+from minivllm.registry import Registry, did_you_mean
+
+T = TypeVar("T")
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -23,25 +26,27 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pass
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     path: str = DEFAULT_MODEL  # alias, local folder, .gguf file, dummy:<shape> or Hub id
     tokenizer: str | None = None  # a folder or Hub id; None: the model's own
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    network: Literal["auto", "own", "transformers"] = "auto"  # whose code: auto: a file of ours if there is one
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"  # see features.py
     task: Literal["auto", "generate", "embed", "score"] = "auto"  # what the model is served for; see pooling/task.py
     pooling: Literal["auto", "mean", "last", "cls"] = "auto"  # which hidden states become a text's vector (task embed)
     dense_copy: bool = True  # beside packed weights, one in bf16 for steps of many tokens
+    invariant: bool = False  # bits of a result depend on its request alone; see features.py
     max_model_len: int | None = None  # longest prompt + output, in tokens; None: what the model and the KV pool allow
     seed: int = 0  # of dummy weights and of requests that bring no seed
 
 
-class KVConfig(Section):
+class KVConfig(Section, frozen=True):
     block_size: int = 16  # tokens a block
-    dtype: Literal["auto", "int8", "float8_e4m3fn"] = "auto"  # auto: the model's; else codes with scales
+    dtype: Literal["auto", "float16", "int8", "float8_e4m3fn"] = "auto"  # auto: the model's
     num_blocks: int | None = None  # size of the pool; None: from memory
     memory: str | None = None  # size of the pool in bytes, or with a unit: "2GiB"
-    memory_fraction: float = 0.5  # of the memory that is free once the model is loaded
+    memory_fraction: float | None = None  # of what is free once the model is loaded; None: 0.9 of a GPU's, 0.5 else
     prefault: bool = False  # touch the whole pool at start-up, so that no step waits for the system to find pages
     allocation: str = "paged"
     prefix: str = "hash"
@@ -52,7 +57,7 @@ class KVConfig(Section):
     hash_seed: str | None = None  # fixes the key of the prefix hash; None: random, so that nobody can aim a collision
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True):
     kind: str = "unified"
     policy: str = "fcfs"
     admission: str = "all"
@@ -61,7 +66,7 @@ class SchedulerConfig(Section):
     chunked_prefill: bool = True
 
 
-class RunnerConfig(Section):
+class RunnerConfig(Section, frozen=True):
     inputs: str = "persistent"
     attention: str = "auto"
     kernels: Literal["auto", "torch", "triton"] = "auto"
@@ -70,7 +75,7 @@ class RunnerConfig(Section):
     graphs: str = "none"
 
 
-class SpecDecodeConfig(Section):
+class SpecDecodeConfig(Section, frozen=True):
     method: str = "none"
     k: int = 8  # tokens guessed at a time, at most
     model: str | None = (
@@ -84,26 +89,30 @@ class SpecDecodeConfig(Section):
     suffix_tokens: int = 32768  # of earlier outputs that the suffix method remembers; 0: none
 
 
-class ExecutorConfig(Section):
+class ExecutorConfig(Section, frozen=True):
     kind: str = "uni"
     num_threads: int | None = None  # of the CPU backend; None: the cores that this process may use
+    device: str | None = None  # of kind=simulated: a name in simulate/devices.py or a profile.json; None: h100
+    answer_tokens: int = 256  # of kind=simulated: the mean length of answers that no max_tokens ends before
+    acceptance: float = 0.7  # of kind=simulated: the chance that a guessed token is right
 
 
-class EngineSection(Section):
+class EngineSection(Section, frozen=True):
     core: Literal["inproc", "process"] = "inproc"
     replicas: int = 1  # engine cores side by side
     router: str = "prefix"  # which of them a request goes to
     overlap: int = 1  # steps in flight: 2 plans the next one while one runs; grammars and penalties delay sampling only
     restart: bool = True  # AsyncLLM and the server: start a process that has died again
-    step_timeout: float = 300.0  # seconds after which a step that still runs is reported; 0: never
+    max_logprobs: int = 20  # of a position, as a request may ask for; -1: no limit
+    step_timeout: float = 300.0  # seconds after which a step that still runs is told of; 0: never
     log_format: Literal["text", "json"] = "text"  # of an engine core in a process of its own
 
 
-class StructuredConfig(Section):
+class StructuredConfig(Section, frozen=True):
     backend: str = "auto"  # of structured output; auto: the first that is installed and can hold the request's form
 
 
-class LoRAConfig(Section):
+class LoRAConfig(Section, frozen=True):
     enabled: bool = False
     max_loras: int = 8  # slots: different adapters in a step at most
     max_rank: int = 64  # of an adapter
@@ -111,7 +120,7 @@ class LoRAConfig(Section):
     adapters: dict[str, str] = {}  # name -> folder, loaded at start
 
 
-class DebugConfig(Section):
+class DebugConfig(Section, frozen=True):
     preempt_every: int = 0
     evict_all: bool = False
     check: bool = False  # assert every invariant after each step
@@ -119,7 +128,7 @@ class DebugConfig(Section):
     recent_steps: int = 0  # remember so many steps, without tokens, for the server's /debug/trace
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     """Every option of an engine, in sections. Built once, by build(), and never changed."""
 
     preset: str = "v1"
@@ -178,6 +187,8 @@ _BEFORE_ORCA = {
     "runner.inputs": "rebuild",
 }
 
+_WHOLE_PROMPTS = {"scheduler.kind": "phased", "scheduler.chunked_prefill": False}
+
 PRESETS: dict[str, Preset] = {
     "naive": Preset(
         {**_BEFORE_ORCA, "scheduler.kind": "static", "scheduler.max_num_seqs": 1, "executor.kind": "naive"},
@@ -219,8 +230,69 @@ PRESETS: dict[str, Preset] = {
     "v1-gpu": Preset(
         {"runner.inputs": "gather", "runner.graphs": "full+piecewise", "engine.overlap": 2},
         "vLLM V1 with its second model runner (2026), for a GPU: inputs gathered there from one permanent row a "
-        "request, captured forwards, the next step started before this one's tokens are seen. Not the original: no "
-        "speculative decoding with two steps in flight",
+        "request, captured forwards, the next step started before this one's tokens are seen. Not the original: with "
+        "speculative decoding a step starts when the host has seen the tokens of the one before",
+    ),
+    "tgi": Preset(
+        {
+            **_WHOLE_PROMPTS,
+            "scheduler.policy": "served_ratio",
+            "scheduler.admission": "reserve_all",
+            "scheduler.max_num_batched_tokens": 4096,
+            "kv.prefix": "none",
+        },
+        "TGI 2.x (Hugging Face): a prefill once enough wait, with room for prompt and max_tokens of everybody. Not the "
+        "original: it also asks that enough of them fit at once; its prefix cache and chunks (since 3.0) are left out",
+    ),
+    "sglang": Preset(
+        {
+            **_WHOLE_PROMPTS,
+            "scheduler.policy": "longest_prefix",
+            "scheduler.admission": "reserve_share",
+            "scheduler.max_num_batched_tokens": 8192,
+            "kv.prefix": "radix",
+        },
+        "SGLang (2026): a radix tree, the longest cached beginning first, room for a share of outputs that adapts. Not "
+        "the original: blocks of 16 tokens for its 1, prompts above 8,192 tokens are not cut, the last to be served is "
+        "preempted and not the shortest output",
+    ),
+    "lightllm": Preset(
+        {**_WHOLE_PROMPTS, "scheduler.admission": "peak", "kv.block_size": 1, "kv.prefix": "radix"},
+        "LightLLM (2024): KV by single tokens, admission by the predicted peak. Not the original: it looks at the "
+        "queue after six decodes only (router_max_wait_tokens), and guesses outputs if asked to (router_token_ratio)",
+    ),
+    "lmdeploy": Preset(
+        {
+            **_WHOLE_PROMPTS,
+            "scheduler.policy": "half_full",
+            "scheduler.max_num_seqs": 384,
+            "scheduler.max_num_batched_tokens": 4096,
+            "kv.block_size": 64,
+            "kv.prefix": "none",
+        },
+        "LMDeploy 0.9, its PyTorch engine on an A100: a prefill when four wait or half of the places are free. Not the "
+        "original: it cuts prompts that are longer than the budget, and nothing here is of TurboMind, its C++ engine",
+    ),
+    "sarathi": Preset(
+        {
+            "scheduler.policy": "decodes_first",
+            "scheduler.admission": "reserve_prompt",
+            "scheduler.max_num_batched_tokens": 512,
+            "kv.prefix": "none",
+        },
+        "Sarathi-Serve (OSDI 2024): a small budget that decodes take first, the rest goes to prompts in chunks, with "
+        "blocks for all of a prompt. Not the original: these are set aside, not taken, and micro-batches of a pipeline "
+        "are not here",
+    ),
+    "distserve": Preset(
+        {
+            "scheduler.chunked_prefill": False,
+            "scheduler.max_num_batched_tokens": 2048,
+            "kv.prefix": "none",
+        },
+        "DistServe (OSDI 2024), of each of its two kinds of engine: whole prompts by arrival, decodes in one batch, no "
+        "prefix cache. Not the original: what makes it DistServe, replicas for prompts and others for decodes, is "
+        "`simulate --prefill-replicas`; here are neither its search for a placement nor its length of a prefill batch",
     ),
 }
 
@@ -252,6 +324,13 @@ class Decision(NamedTuple):
     field: str
     value: Any
     reason: str
+
+
+class Decisions(list[Decision]):
+    def note(self, field: str, value: T, reason: str) -> T:
+        """value, once it is written down."""
+        self.append(Decision(field, value if isinstance(value, int) else str(value).removeprefix("torch."), reason))
+        return value
 
 
 def fields() -> list[str]:
@@ -301,14 +380,14 @@ def parse_set(pairs: Iterable[str]) -> dict[str, str]:
 
 def check_options(config: EngineConfig) -> None:
     """Raise ConfigError for a value that its axis does not have, a bound that cannot hold, or a declared conflict."""
-    from minivllm import features
-
-    registries = {r.axis: r for r in vars(features).values() if isinstance(r, features.Registry)}
+    registries = _registries()
     for feature in FEATURES:
         value = config.get(feature.field)
         registry = registries.get(feature.field)
-        names = ("auto", *registry.names()) if registry and feature.default == "auto" else registry and registry.names()
-        for part in registry.parts(value) if registry else ():
+        if registry is None:
+            continue
+        names = ("auto", *registry.names()) if feature.default == "auto" else registry.names()
+        for part in registry.parts(value):
             if part not in names:
                 hint = did_you_mean(part, names)
                 raise ConfigError(f'{feature.field}: no option "{part}".{hint} Options: {", ".join(names)}')
@@ -320,6 +399,8 @@ def check_options(config: EngineConfig) -> None:
         ("scheduler.max_num_batched_tokens", 1, None),
         ("model.max_model_len", 2, None),
         ("executor.num_threads", 1, None),
+        ("executor.answer_tokens", 1, None),
+        ("executor.acceptance", 0, 1),
         ("engine.overlap", 1, 2),  # a third would only wait behind the second
         ("engine.replicas", 1, 64),
         ("spec_decode.k", 1, 64),
@@ -332,12 +413,15 @@ def check_options(config: EngineConfig) -> None:
         ("debug.preempt_every", 0, None),
         ("debug.recent_steps", 0, None),
         ("engine.step_timeout", 0, None),
+        ("engine.max_logprobs", -1, None),
     ):
         value = config.get(field_)
         if value is not None and (value < low or (high is not None and value > high)):
             raise ConfigError(
                 f"{field_} must be at least {low:g}{f' and at most {high:g}' if high else ''}, got {value}"
             )
+    if config.executor.device is not None and config.executor.kind != "simulated":
+        raise ConfigError(f"executor.device={config.executor.device} needs executor.kind=simulated: see model.device")
     lora = config.lora
     if lora.max_cpu_loras < len(lora.adapters):
         raise ConfigError(f"lora.adapters names {len(lora.adapters)}, lora.max_cpu_loras admits {lora.max_cpu_loras}")
@@ -347,15 +431,26 @@ def check_options(config: EngineConfig) -> None:
         raise ConfigError(
             f"engine.replicas={config.engine.replicas} needs engine.core=process: each replica is a process of its own"
         )
+    if (conflict := declared_conflict(config)) is not None:
+        (a, x), (b, y) = conflict.first, conflict.second
+        raise ConfigError(f"{a}={x} cannot be combined with {b}={y}: {conflict.reason}")
+
+
+def _registries() -> dict[str, Registry]:
+    """By axis."""
+    return {r.axis: r for r in vars(features).values() if isinstance(r, Registry)}
+
+
+def declared_conflict(config: EngineConfig) -> Conflict | None:
+    """The first of the feature table that this configuration has."""
+    registries = _registries()
     chosen = {}
     for feature in FEATURES:
         value = config.get(feature.field)
         parts = registries[feature.field].parts(value) if feature.field in registries else ()
         chosen[feature.name] = (value, *parts)
-    for conflict in CONFLICTS:
-        (a, x), (b, y) = conflict.first, conflict.second
-        if x in chosen[a] and y in chosen[b]:
-            raise ConfigError(f"{a}={x} cannot be combined with {b}={y}: {conflict.reason}")
+    found = (c for c in CONFLICTS if c.first[1] in chosen[c.first[0]] and c.second[1] in chosen[c.second[0]])
+    return next(found, None)
 
 
 # vLLM's keyword -> our field. What LLM(...) and the server's flags accept beside `overrides`.
@@ -387,6 +482,9 @@ VLLM_NAMES: dict[str, str] = {
     "max_loras": "lora.max_loras",
     "max_lora_rank": "lora.max_rank",
     "max_cpu_loras": "lora.max_cpu_loras",
+    "max_logprobs": "engine.max_logprobs",
+    "executor": "executor.kind",  # this and the next are ours
+    "gpu": "executor.device",
     "compile": "runner.compile",
     "data_parallel_size": "engine.replicas",
 }
@@ -437,9 +535,17 @@ def from_vllm_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             value = "float8_e4m3fn" if value in ("fp8", "fp8_e4m3") else value
         if name == "kv_cache_memory_bytes":
             value = str(value)
+        if name == "guided_decoding_backend":
+            value = "llguidance" if value == "guidance" else value  # vLLM's name
         if name == "data_parallel_size" and str(value) != "1":
             overrides["engine.core"] = "process"
         if name == "compile":
             overrides["runner.forward"] = "auto" if value == "off" else "piecewise"
         overrides[VLLM_NAMES[name]] = value
     return overrides
+
+
+def budget_of(config: EngineConfig, max_model_len: int) -> int:
+    """The most tokens that a step has."""
+    budget = config.scheduler.max_num_batched_tokens
+    return budget if config.scheduler.chunked_prefill else max(budget, max_model_len)

@@ -6,6 +6,8 @@ prints its message without a traceback. Anything else that escapes is a defect o
 
 from __future__ import annotations
 
+import errno
+
 
 class MinivllmError(Exception):
     """Root of all errors raised on purpose."""
@@ -21,6 +23,10 @@ class ConfigError(UserError):
 
 class ModelError(UserError):
     """A model that cannot be loaded: missing, truncated, corrupt or unsupported. Names the file and what to do."""
+
+
+class TraceError(UserError):
+    """A trace that cannot be written, read or replayed."""
 
 
 class BadRequest(UserError):
@@ -53,3 +59,15 @@ class EngineDead(MinivllmError):
 
 class ReplicaDead(EngineDead):
     """The replica that ran a request has ended; others go on, and can serve it anew."""
+
+
+class OutOfMemory(MinivllmError):
+    """What a request needed for a step could not be allocated. Others go on."""
+
+
+def is_no_memory(error: BaseException) -> bool:
+    """Python's, the system's, or torch's: of its error for a device the name is known here, of that for a CPU, a
+    RuntimeError, the words."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)

@@ -2,7 +2,7 @@
 conformance matrix, the ablations and the chapters. Adding a feature starts here.
 
 Options of an axis are names in a registry (or plain values); conflicts are declared here with their reason and raised
-by `config.resolve()`. A pair of options that fails and is not declared fails CI.
+by `EngineConfig.build`. A pair of options that fails and is not declared fails CI.
 """
 
 from __future__ import annotations
@@ -47,16 +47,20 @@ ADMISSIONS: Registry = Registry(
     {
         "all": "minivllm.scheduler.admission:AdmitAll",
         "watermark": "minivllm.scheduler.admission:Watermark",
+        "full_prompt": "minivllm.scheduler.admission:FullPrompt",
         "peak": "minivllm.scheduler.admission:PredictedPeak",
+        "reserve_all": "minivllm.scheduler.reserve:ReserveAll",
+        "reserve_prompt": "minivllm.scheduler.reserve:ReservePrompt",
+        "reserve_share": "minivllm.scheduler.reserve:ReserveShare",
     },
 )
 ALLOCATIONS: Registry = Registry(
     "kv.allocation",
     {
-        "paged": "minivllm.engine.build:build_paged",
-        "max": "minivllm.engine.build:build_max",
-        "pow2": "minivllm.engine.build:build_pow2",
-        "oracle": "minivllm.engine.build:build_oracle",
+        "paged": "minivllm.engine.build.kv:build_paged",
+        "max": "minivllm.engine.build.kv:build_max",
+        "pow2": "minivllm.engine.build.kv:build_pow2",
+        "oracle": "minivllm.engine.build.kv:build_oracle",
     },
 )
 PREEMPTIONS: Registry = Registry(
@@ -65,7 +69,15 @@ PREEMPTIONS: Registry = Registry(
 )
 POLICIES: Registry = Registry(
     "scheduler.policy",
-    {"fcfs": "minivllm.scheduler.policy:FCFS", "priority": "minivllm.scheduler.policy:Priority"},
+    {
+        "fcfs": "minivllm.scheduler.policy:FCFS",
+        "priority": "minivllm.scheduler.policy:Priority",
+        "fair": "minivllm.scheduler.fair:Fair",
+        "decodes_first": "minivllm.scheduler.policy:DecodesFirst",
+        "longest_prefix": "minivllm.scheduler.longest_prefix:LongestPrefix",
+        "served_ratio": "minivllm.scheduler.gather:ServedRatio",
+        "half_full": "minivllm.scheduler.gather:HalfFull",
+    },
 )
 PREFIX_INDEXES: Registry = Registry(
     "kv.prefix",
@@ -102,6 +114,14 @@ ATTENTION: Registry = Registry(
         "flashinfer": "minivllm.attention.flashinfer:FlashInferBackend",
     },
     pair="minivllm.attention.composite:pair",
+)
+# Of models whose layers keep a latent vector a token; a name that is missing here keeps K and V of each head.
+LATENT_ATTENTION: Registry = Registry(
+    "runner.attention of latent layers",
+    {
+        "cpu": "minivllm.attention.latent_cpu:LatentCPU",
+        "reference": "minivllm.attention.latent:LatentReference",
+    },
 )
 # Of the pairs, those that the feature table and the matrix show: one that a CPU can run, one for a GPU.
 ATTENTION_PAIRS = ("flex,reference", "flash,triton")
@@ -140,7 +160,22 @@ ACCEPTANCES: Registry = Registry(
 )
 EXECUTORS: Registry = Registry(
     "executor.kind",
-    {"uni": "minivllm.executor.uni:UniExecutor", "naive": "minivllm.executor.naive:NaiveExecutor"},
+    {name: "minivllm.executor.uni:UniExecutor" for name in ("uni", "naive", "simulated")},
+)
+WORKERS: Registry = Registry(  # what builds one, with (config, a decision that was made before torch was there)
+    "executor.kind",
+    {
+        "uni": "minivllm.engine.build.worker:WorkerBuilder",
+        "naive": "minivllm.engine.build.naive:NaiveWorkerBuilder",
+        "simulated": "minivllm.engine.build.simulated:SimulatedWorkerBuilder",
+    },
+)
+POOLING_WORKERS: Registry = Registry(  # what builds a worker that pools, instead of executor.kind's
+    "model.task",
+    {
+        "embed": "minivllm.engine.build.pooling:PoolingWorkerBuilder",
+        "score": "minivllm.engine.build.pooling:PoolingWorkerBuilder",
+    },
 )
 ROUTERS: Registry = Registry(
     "engine.router",
@@ -160,6 +195,8 @@ GRAMMARS: Registry = Registry(  # structured.backend=auto asks them in this orde
     },
 )
 
+KV_CODES = ("int8", "float8_e4m3fn")  # options of kv.dtype that have scales
+
 FEATURES: tuple[Feature, ...] = (
     Feature(
         "scheduler",
@@ -177,7 +214,9 @@ FEATURES: tuple[Feature, ...] = (
         "scheduler.policy",
         POLICIES.names(),
         "fcfs",
-        "who is served first: arrival order, or the request's priority and then arrival order",
+        "who is served first: arrival order, the request's priority and then arrival order, or clients in turn, by the "
+        "tokens that each has had; decodes before prompts (Sarathi-Serve), the longest cached beginning (SGLang); or "
+        "arrivals in groups: once enough wait beside those that run (TGI), or half of the places are free (LMDeploy)",
         chapter="10",
         workload="long_prompt_among_chats",
         metric="ttft_p50",
@@ -187,8 +226,9 @@ FEATURES: tuple[Feature, ...] = (
         "scheduler.admission",
         ADMISSIONS.names(),
         "all",
-        "who may start beside those that run: whoever finds room (V1), if 1 % stays free (V0), if the predicted "
-        "peak fits (LightLLM)",
+        "who may start beside those that run: whoever finds room (V1), if 1 % stays free (V0), if its whole prompt "
+        "finds room (vLLM's scheduler_reserve_full_isl), if the predicted peak fits (LightLLM); or if room is left for "
+        "all that those that run may still write (TGI), for a share of it (SGLang), for their prompts (Sarathi-Serve)",
         chapter="08",
         workload="memory_pressure",
         metric="throughput",
@@ -217,10 +257,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "kv_dtype",
         "kv.dtype",
-        ("auto", "int8", "float8_e4m3fn"),
+        ("auto", "float16", *KV_CODES),
         "auto",
-        "how K and V are kept: as the model computes them, or in 8 bits (integers, or floats with three bits of "
-        "fraction) with a scale for each token and head",
+        "how K and V are kept: as the model computes them, rounded to float16 (beside a model in float32: half of the "
+        "memory), or in 8 bits (integers, or floats with three bits of fraction) with a scale for each token and head",
         chapter="02",
         workload="memory_pressure",
         metric="throughput",
@@ -294,7 +334,7 @@ FEATURES: tuple[Feature, ...] = (
         ("auto", "torch", "triton"),
         "auto",
         "who draws tokens, adds adapters, multiplies packed weights, computes experts, rotates, moves blocks and "
-        "gathers inputs on a GPU: torch, or a Triton kernel (auto where that gave its twin's answer on the card)",
+        "gathers inputs on a GPU: torch, or a Triton kernel (auto where that gave its reference's answer on the card)",
         chapter="07",
         workload="fixed",
         metric="throughput",
@@ -304,7 +344,8 @@ FEATURES: tuple[Feature, ...] = (
         "model.quantization",
         ("auto", "none", "int8", "int4"),
         "auto",
-        "how linear layers keep their weights: auto keeps those that a GGUF file has in 4 or 8 bits (on a GPU in 4); "
+        "how linear layers keep their weights: auto keeps a GGUF file's blocks of 2 to 8 bits as they are (on a GPU "
+        "those of 4), unless dtype=float32 is asked for; "
         "int8 (CPUs only) and int4 round any model's when it is loaded; none computes with all in the model's dtype",
         chapter="03",
         workload="fixed",
@@ -320,6 +361,17 @@ FEATURES: tuple[Feature, ...] = (
         chapter="03",
         workload="fixed",
         metric="ttft_p50",
+    ),
+    Feature(
+        "invariant",
+        "model.invariant",
+        (False, True),
+        False,
+        "a request's numbers depend on the request alone, bit for bit: not on who runs beside it, how its prompt is "
+        "cut, what is cached or preempted (on a CPU; products by row, no copy in bf16). Where that costs nothing it "
+        "holds anyway, and the start-up table says so",
+        workload="fixed",
+        metric="throughput",
     ),
     Feature(
         "forward",
@@ -391,7 +443,8 @@ FEATURES: tuple[Feature, ...] = (
         "executor.kind",
         EXECUTORS.names(),
         "uni",
-        "where and as what the forward runs: in this process, or as transformers' own model, one request at a time",
+        "where and as what the forward runs: in this process, as transformers' own model, one request at a time, or "
+        "nowhere (simulated): tokens of no meaning, in the time that executor.device would take",
         chapter="01",
         workload="fixed",
         metric="throughput",
@@ -414,7 +467,6 @@ FEATURES: tuple[Feature, ...] = (
         1,
         "engine cores side by side (data parallelism): each has the whole model, its own KV and its share of the "
         "machine; any number",
-        chapter="17",
         workload="fixed",
         metric="throughput",
     ),
@@ -425,7 +477,6 @@ FEATURES: tuple[Feature, ...] = (
         "prefix",
         "which replica a request goes to: each in turn, where fewest sequences live, or where the longest beginning of "
         "its prompt is cached and the load allows it (SGLang's router)",
-        chapter="17",
         workload="shared_prefix",
         metric="ttft_p50",
     ),
@@ -482,14 +533,34 @@ NEEDS_GPU: frozenset[tuple[str, Any]] = frozenset(
     (("kernels", "triton"), *(("attention", name) for name in ("triton", "flash", "flashinfer", "flash,triton")))
 )
 
+# What executor.kind=simulated can hold of an axis, where that is not all, and why no more.
+_SIMULATED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attention": (("auto",), "has no K and V to attend over"),
+    "kernels": (("auto",), "runs no kernels"),
+    "dense_copy": ((True,), "keeps no weights, so no copy of them"),
+    "invariant": ((False,), "computes no numbers"),
+    "forward": (("auto",), "has no forward to call in one way or another"),
+    "compile": (("off",), "has no pieces to compile"),
+    "graphs": (("none",), "has no launches: its steps cost what a device kept busy by captured forwards takes"),
+    "lora": ((False,), "has no layers, and no cost yet for adapters"),
+    "spec_decode": (("none", "ngram", "suffix"), "has no cost yet for guesses that a model makes"),
+    "acceptance": (("match",), "has no distribution to reject by: guesses are right by a given chance"),
+    "structured": (("auto",), "has no logits to mask"),
+}
+
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(("core", "inproc"), ("replicas", 2), "each replica is a process of its own"),
     *(
         Conflict(
             ("kv_dtype", kind), ("attention", attention), "it cannot read KV in 8 bits; cpu, triton, reference can"
         )
-        for kind in ("int8", "float8_e4m3fn")
+        for kind in KV_CODES
         for attention in ("sdpa", "flex", "flash", "flashinfer", *ATTENTION_PAIRS)
+    ),
+    *(
+        Conflict(("kv_dtype", "float16"), ("attention", name), "it keeps KV as computed; cpu and reference round it")
+        for name in (*ATTENTION.names(), *ATTENTION_PAIRS)
+        if name not in ("cpu", "reference")
     ),
     Conflict(
         ("scheduler", "phased"),
@@ -503,20 +574,27 @@ CONFLICTS: tuple[Conflict, ...] = (
         for option in ("background", "wait")
     ),
     *(
+        Conflict(("invariant", True), (axis, option), why)
+        for axis, options, why in (
+            ("attention", (*ATTENTION.names(), *ATTENTION_PAIRS), "only attention=cpu sums in one order"),
+            ("compile", ("background", "wait"), "a compiler's loops may sum otherwise for another number of tokens"),
+            ("lora", (True,), "an adapter's products with a prompt are a library's"),
+            ("acceptance", ("rejection",), "which guesses are made, and how many, then changes what is drawn"),
+        )
+        for option in options
+        if option != "cpu"
+    ),
+    *(
         Conflict(("forward", "fused"), ("graphs", graphs), "its C++ calls are for CPUs, which have no graphs")
         for graphs in GRAPHS.names()
         if graphs != "none"
-    ),
-    *(
-        Conflict(("overlap", 2), ("spec_decode", method), "how far a guess went is known only when its step has ended")
-        for method in PROPOSERS.names()
-        if method != "none"
     ),
     *(
         Conflict(("overlap", 2), ("preemption", option), "a failed step takes the next one along, with blocks it moved")
         for option in ("swap", "auto")
     ),
     Conflict(("scheduler", "static"), ("fork", "share"), "nobody enters a batch that runs, not even a fork"),
+    Conflict(("scheduler", "static"), ("policy", "fair"), "nobody enters a batch that runs, and it waits for its last"),
     *(
         Conflict(("allocation", allocation), (axis, option), f"a contiguous run {why}")
         for allocation in ("max", "pow2", "oracle")
@@ -532,9 +610,10 @@ CONFLICTS: tuple[Conflict, ...] = (
         Conflict(("executor", "naive"), (axis, option), f"transformers {why}")
         for axis, options, keeps, why in (
             ("prefix", PREFIX_INDEXES.names(), "none", "keeps a cache for each request: no request finds another's"),
-            ("kv_dtype", ("auto", "int8", "float8_e4m3fn"), "auto", "keeps K and V in the model's dtype"),
+            ("kv_dtype", ("auto", "float16", *KV_CODES), "auto", "keeps K and V in the model's dtype"),
             ("quantization", ("none", "int8", "int4"), "none", "computes with all weights in the model's dtype"),
             ("dense_copy", (True, False), True, "has no packed weights beside which there could be a copy"),
+            ("invariant", (False, True), False, "computes a prompt and a token by other products"),
             ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),
             ("preemption", PREEMPTIONS.names(), "recompute", "keeps no blocks that could be moved to the host"),
             ("attention", (*ATTENTION.names(), *ATTENTION_PAIRS), "auto", "attends by itself, over its own cache"),
@@ -546,5 +625,12 @@ CONFLICTS: tuple[Conflict, ...] = (
         )
         for option in options
         if option != keeps
+    ),
+    *(
+        Conflict(("executor", "simulated"), (feature.name, option), f"it {_SIMULATED[feature.name][1]}")
+        for feature in FEATURES
+        if feature.name in _SIMULATED
+        for option in feature.options
+        if option not in _SIMULATED[feature.name][0]
     ),
 )

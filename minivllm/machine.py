@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import sys
@@ -12,6 +13,13 @@ from typing import Any
 from minivllm import __version__
 
 CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
+# By what Linux calls them, the widest first: what a CPU multiplies with.
+UNITS = {
+    **{"amx_tile": "AMX", "avx512f": "AVX-512", "avx_vnni": "AVX-VNNI", "avx2": "AVX2"},
+    **{"i8mm": "i8mm", "asimddp": "dot product"},
+}
+DISK_FULL = tuple(os.strerror(error) for error in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 PACKAGES = ("torch", "transformers", "numpy", "msgspec")
 
 
@@ -34,16 +42,30 @@ def cpu_quota() -> float | None:
 
 
 def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> set[str]:
+    """The extensions that Linux says the CPU has; empty elsewhere."""
+    return set((_cpuinfo("flags") or _cpuinfo("Features")).split())
+
+
+def _cpuinfo(name: str) -> str:
+    """The first value of that name; "" where there is none."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == name), "")
+
+
+def full_disk(said: str) -> str | None:
+    """The first line of what a compiler has said that tells of a full disk."""
+    return next((line for line in said.splitlines() if any(error in line for error in DISK_FULL)), None)
 
 
 def describe() -> dict[str, Any]:
     machine = {"system": platform.system(), "arch": platform.machine(), "cpu": cpu_name(), "num_cores": num_cores()}
+    flags = cpu_flags()
+    if (unit := next((UNITS[flag] for flag in UNITS if flag in flags), None)) is not None:
+        machine["unit"] = unit
     torch = sys.modules.get("torch")  # whoever runs on a GPU has imported it
     if torch is not None and torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()

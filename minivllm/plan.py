@@ -9,17 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from minivllm.request import SamplingParams
+from minivllm.request import Item, PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 # One reported position: (token id, log-probability, rank) of the token taken, then of the likeliest ones, best first.
 # rank counts from 1 and is the number of tokens at least as likely.
 PositionLogprobs = list[tuple[int, float, int]]
 
-# What went wrong with one request's logits (StepOutput.errors).
+# What went wrong with one request (StepOutput.errors): with its logits, what its grammar says of them, or its step.
+NO_MEMORY = "the step needed more memory than the machine has left"
 NO_DISTRIBUTION = "the logits are NaN or all masked: no token can be chosen (check the weights and the dtype)"
+NOT_FINITE = "the model computed a vector with numbers that are not finite (NaN or infinity)"
+TOO_SLOW = "the grammar is too slow"  # and on goes the message
+NO_LOGITS = "a simulated model has no logits"  # likewise
 
 
 @dataclass(slots=True)
@@ -31,6 +42,9 @@ class Join:
     num_prompt_tokens: int
     params: SamplingParams
     adapter: str = ""
+    cache_salt: str = ""  # what a worker remembers of a request is of use within one salt only
+    pooling: PoolingParams | None = None  # of a request whose prompt becomes a vector
+    items: tuple[Item, ...] = ()  # where token_ids are placeholders
 
 
 @dataclass(slots=True)
@@ -58,7 +72,8 @@ class StepPlan:
     num_tokens: dict[str, int] = field(default_factory=dict)  # to compute in this step
     start: dict[str, int] = field(default_factory=dict)  # tokens computed before this step, same keys
     joins: list[Join] = field(default_factory=list)  # requests that the workers see for the first time, or again
-    new_blocks: dict[str, list[int]] = field(default_factory=dict)  # appended to each block table
+    # Appended to each block table; of a model with several KV groups one of each group in turn (kv_groups.py).
+    new_blocks: dict[str, list[int]] = field(default_factory=dict)
     leaves: list[str] = field(default_factory=list)  # finished, aborted or preempted since the last plan; applied first
     stats: StepStats = field(default_factory=StepStats)  # for metrics and the trace
     # Block moves, done before the forward in this order, each column as one batch. A block that is copied from may be
@@ -70,6 +85,13 @@ class StepPlan:
     # Proposed tokens that follow a request's known ones in this step; num_tokens counts them. The runner says which of
     # them the model itself would have given (StepOutput.tokens); the others leave no trace.
     drafts: dict[str, list[int]] = field(default_factory=dict)
+    # Items of those who join (Join.items), by digest: made ready before the joins, each once however many name it; and
+    # dropped, because the last who named it has left.
+    encode: list[tuple[str, bytes]] = field(default_factory=list)  # (digest, content)
+    forget: list[str] = field(default_factory=list)
+    # Requests that were planned behind a step which may bring them drafts: how many they may have in this one. Their
+    # start and num_tokens are the most that these can be; where the step runs they become exact (spec_decode/ahead.py).
+    ahead: dict[str, int] = field(default_factory=dict)
     # So many steps before this one were in flight when it was planned. If one of them fails, this one must not run:
     # it would find tables and rows without what that one should have written there.
     num_in_flight: int = 0
@@ -91,16 +113,48 @@ class StepOutput:
     errors: dict[str, str] = field(default_factory=dict)  # requests that this step ended, each with what went wrong
     drafts: dict[str, list[int]] = field(default_factory=dict)  # guesses of what follows `tokens`, for the next plan
     is_failed: bool = False  # the step raised: `errors` names all that were in it, whoever of them it was
+    pooled: dict[str, np.ndarray] = field(default_factory=dict)  # of requests that end with a vector: [width] float32
     is_lost: bool = False  # a step before it failed while this one was in flight, so it has not run
 
 
-@dataclass(slots=True)
-class Landing:
-    """A step that a device has been given, in place of its output: the tokens are on their way to the host. What land()
-    raises is the device's own failure, behind which no step can run."""
+class AsyncOutput(Generic[T]):
+    """What was asked of a device or another thread, perhaps on its way still (vLLM V1's async output). Only one thread
+    may ask for it. What result() raises of a step is the device's own failure, behind which no step can run."""
 
-    is_here: Callable[[], bool]
-    land: Callable[[], StepOutput]  # waits for them; once, and steps in their order
+    __slots__ = ("_is_ready", "_make", "_value")
+
+    def __init__(self, is_ready: Callable[[], bool], make: Callable[[], T]):
+        """make: waits for it. Called once, unless it raises."""
+        self._is_ready = is_ready
+        self._make: Callable[[], T] | None = make
+
+    @classmethod
+    def ready(cls, value: T) -> AsyncOutput[T]:
+        """What is here already."""
+        output = cls.__new__(cls)
+        output._make, output._value = None, value
+        return output
+
+    @classmethod
+    def failed(cls, error: Exception) -> AsyncOutput[T]:
+        def fail() -> T:
+            raise error
+
+        return cls(lambda: True, fail)
+
+    def is_ready(self) -> bool:
+        return self._make is None or self._is_ready()
+
+    def result(self) -> T:
+        """Waits for it. As often as one likes: it is the same each time."""
+        if self._make is not None:
+            self._value = self._make()
+            self._make = None
+        return self._value
+
+    def then(self, change: Callable[[T], U]) -> AsyncOutput[U]:
+        """What `change` makes of it."""
+        return AsyncOutput(self.is_ready, lambda: change(self.result()))
 
 
 class Delta(msgspec.Struct, array_like=True, gc=False):
@@ -115,3 +169,4 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     num_cached_tokens: int = 0
     error: str | None = None
     arrival_time: float = 0.0  # its request's: an id may be used again while this is still on its way
+    pooled: bytes | None = None  # the vector that it ends with: float32, as the machine has them

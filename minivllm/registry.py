@@ -1,7 +1,7 @@
 """Registry[T]: the options of one axis, by name, imported on first use.
 
 A registry holds strings ("package.module:attribute"), so that naming an option costs no import: `python -m minivllm
-features` lists Triton and CUDA parts on a machine that has neither. Only the composition root (`engine/build.py`) calls
+features` lists Triton and CUDA parts on a machine that has neither. Only the composition root (`engine/build/`) calls
 `get`; everything below it receives built objects.
 """
 
@@ -53,7 +53,9 @@ class Registry(Generic[T]):
         """The class or function behind `name`. Raises ConfigError for an unknown name, with the nearest known one, and
         for two that make no pair."""
         first, *second = self.parts(name)
-        return _imported(self._pair)(self._one(first), self._one(*second)) if second else self._one(first)
+        return (
+            _imported(self._pair)(self._one(first), self._one(*second)) if second and self._pair else self._one(first)
+        )
 
     def _one(self, name: str) -> Any:
         if name not in self._options:

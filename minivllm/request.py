@@ -15,31 +15,36 @@ The last of these may be a token that nobody has seen: it is being sampled, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
 import msgspec
 
 from minivllm.errors import BadRequest
 from minivllm.structured.params import StructuredParams
 
-MAX_LOGPROBS = 20  # OpenAI's bound on top_logprobs
+MAX_LOGPROBS = 20  # OpenAI's bound on top_logprobs; engine.max_logprobs may be another
+MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 8192  # of all of them: each may become a state of an automaton
+MAX_STOP_TOKEN_IDS = 1024  # each is looked at after each token
 MAX_BAD_WORDS = 1000
 MAX_WORD_CHARS = 65_536  # of all bad words
 MAX_LENGTH_PENALTY = 10.0  # a length to this power is a number yet
 MAX_SEED = 2**63 - 1
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """How to choose the tokens of one request. Names and meanings follow vLLM's class of the same name. A value out of
     its range raises BadRequest.
 
     temperature 0 is greedy. top_k 0 or -1 keeps the whole vocabulary. `stop` strings end the text before the match
     (after it with include_stop_str_in_output); `stop_token_ids` end it with the token kept in token_ids but not in the
-    text. `logprobs`/`prompt_logprobs`: how many of the likeliest tokens to report beside the one taken.
+    text. `logprobs`/`prompt_logprobs`: how many of the likeliest tokens to report beside the one taken, -1: all.
+    `logprob_token_ids`: report these tokens in the place of the likeliest.
 
     `seed`: the same seed, prompt and model give the same tokens whatever else is in the batch. None draws one from the
     engine's own generator (`EngineConfig.model.seed`).
@@ -50,7 +55,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `structured`: what the output must look like (structured/params.py). How it meets min_tokens, ignore_eos and
     stop_token_ids: sampling/grammar_mask.py.
 
-    eos_token_ids and bad_words_token_ids are filled in by the engine's front end, which has the tokenizer.
+    Of equal values of a list the first is kept.
+
+    eos_token_ids and bad_words_token_ids are filled in by the engine's front end, which has the tokenizer. What it made
+    of an object it keeps in its __dict__, which is neither copied nor sent.
     """
 
     n: int = 1  # completions of the prompt, 1 to 128
@@ -71,8 +79,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: Sequence[str] | None = ()  # texts that the output must not hold
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit; -100 to 100
     allowed_token_ids: Sequence[int] | None = None  # no token but these
-    logprobs: int | None = None  # 0 to 20; natural logarithms of the model's own distribution, before all of the above
-    prompt_logprobs: int | None = None  # 0 to 20
+    # natural logarithms of the model's own distribution, before all of the above; -1 to engine.max_logprobs
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # likewise
+    logprob_token_ids: Sequence[int] | None = None  # 128 at most
     detokenize: bool = True  # False: token ids alone, the text stays empty
     skip_special_tokens: bool = True  # in the text
     include_stop_str_in_output: bool = False
@@ -82,11 +92,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         force = msgspec.structs.force_setattr
-        force(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        force(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        force(self, "bad_words", tuple(self.bad_words or ()))
+        force(self, "stop", (self.stop,) if isinstance(self.stop, str) else _unique("stop", self.stop))
+        for name in ("stop_token_ids", "bad_words"):
+            force(self, name, _unique(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            force(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            force(self, "allowed_token_ids", _unique("allowed_token_ids", self.allowed_token_ids))
+        force(self, "logprob_token_ids", _unique("logprob_token_ids", self.logprob_token_ids) or None)
         if self.logit_bias is not None:  # JSON has only string keys
             force(self, "logit_bias", _int_keys(self.logit_bias))
         self._check()
@@ -107,19 +118,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             _number("max_tokens", self.max_tokens, low=1, integer=True)
         _number("min_tokens", self.min_tokens, low=0, integer=True)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise BadRequest(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})", "min_tokens"
-            )
+        check_min_tokens(self.min_tokens, self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                _number(name, value, low=0, high=MAX_LOGPROBS, integer=True)
+                _number(name, value, low=-1, integer=True)
+        for name, most in (("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
+            if (num := len(getattr(self, name) or ())) > most:
+                raise BadRequest(f"at most {most} token ids in {name}, got {num}", name)
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
                     raise BadRequest(f"{name} must hold non-empty strings, got {text!r}", name)
-        _few("stop", self.stop, "stop strings", MAX_STOP_STRINGS, MAX_STOP_CHARS)
-        _few("bad_words", self.bad_words, "bad words", MAX_BAD_WORDS, MAX_WORD_CHARS)
+        _few("stop", cast(Sequence[str], self.stop), "stop strings", MAX_STOP_STRINGS, MAX_STOP_CHARS)
+        _few("bad_words", cast(Sequence[str], self.bad_words), "bad words", MAX_BAD_WORDS, MAX_WORD_CHARS)
         if self.stop and not self.detokenize:
             raise BadRequest("stop strings need detokenize=True", "stop")
         for token, bias in (self.logit_bias or {}).items():
@@ -144,12 +155,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return bool(self.allowed_token_ids or self.bad_words or self.structured)
 
     @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that may end an output."""
+        return frozenset((*self.eos_token_ids, *(self.stop_token_ids or ())))
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many tokens are reported beside the one taken; None: not even its own."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
+
+    @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5  # below this 1/temperature overflows fp32 logits
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with other values, which are checked again."""
         return msgspec.structs.replace(self, **changes)
+
+    def with_values(self, **changes: Any) -> SamplingParams:
+        """A copy with other values, which are known to be right. It costs the same however long the lists are, which
+        both share."""
+        same = copy(self)
+        for name, value in changes.items():
+            msgspec.structs.force_setattr(same, name, value)
+        return same
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -191,6 +220,28 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         )
 
 
+class PoolingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a request asks for whose prompt becomes a vector or a score, and no token. The name is vLLM's; what the
+    model is served for (model.task) is its engine's, for all requests."""
+
+    second: int | None = None  # a pair of texts in one sequence: where the second one begins
+    dimensions: int | None = None  # only so many numbers of the vector (Matryoshka)
+    use_activation: bool | None = None  # whether the model's last step, unit length or sigmoid, is taken; None: its own
+
+
+AS_IT_IS = PoolingParams()
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise BadRequest(f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens})", "min_tokens")
+
+
+def before_an_end(drafts: Sequence[int], ends: Container[int]) -> list[int]:
+    """Drafts up to the first that would end its request."""
+    return list(takewhile(lambda token: token not in ends, drafts))
+
+
 def _number(name: str, value: Any, *, low: float, high: float = math.inf, low_open=False, integer=False, param=None):
     kinds = int if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
@@ -207,6 +258,13 @@ def _shown(value: float) -> str:
     return repr(value) if not isinstance(value, int) or abs(value) < 10**40 else "a number of over 40 digits"
 
 
+def _unique(name: str, values: Iterable[Any] | None) -> tuple:
+    try:
+        return tuple(dict.fromkeys(values or ()))
+    except TypeError:
+        raise BadRequest(f"{name} must be a list of plain values, got {type(values).__name__}", name) from None
+
+
 def _few(name: str, texts: Sequence[str], what: str, most: int, most_chars: int) -> None:
     if len(texts) > most:
         raise BadRequest(f"at most {most} {what}, got {len(texts)}", name)
@@ -215,10 +273,33 @@ def _few(name: str, texts: Sequence[str], what: str, most: int, most_chars: int)
 
 
 def _int_keys(bias: dict) -> dict[int, float]:
+    if wrong := [repr(key) for key in bias if not _is_int(key)]:
+        raise BadRequest(f"logit_bias: its keys are token ids, integers; not {', '.join(wrong)}", "logit_bias")
+    return {int(token): value for token, value in bias.items()}
+
+
+def _is_int(key: Any) -> bool:
     try:
-        return {int(token): value for token, value in bias.items()}
+        int(key)
     except (TypeError, ValueError):
-        raise BadRequest("logit_bias keys must be token ids", "logit_bias") from None
+        return False
+    return True
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Positions of a prompt where no token stands: those of token_ids there are placeholders."""
+
+    offset: int
+    length: int
+    digest: str  # of what stands there and of how it is made ready: equal digests, equal inputs of the model
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+# Of a request that ends with a vector: what a scheduler shall take the vector for, one token behind the prompt.
+NO_TOKENS = SamplingParams(max_tokens=1, seed=0, detokenize=False)
 
 
 class EngineRequest(msgspec.Struct, array_like=True, gc=False):
@@ -233,6 +314,22 @@ class EngineRequest(msgspec.Struct, array_like=True, gc=False):
     cache_salt: str = ""  # requests share prefix-cache blocks only within one salt
     group: str = ""  # requests that are sequences of one prompt (n > 1) name the same group, and arrive together
     beam: BeamSearchParams | None = None  # then `group` names the request, whose outputs are its sequence_ids
+    client: str = ""  # whose share of the engine it takes, where scheduler.policy is fair
+    items: tuple[Item, ...] = ()  # in the order of their places, which do not overlap
+    pooling: PoolingParams | None = None  # then params are NO_TOKENS, and it ends with a vector
+    contents: dict[str, bytes] = {}  # of the items, by digest: rows of float32 numbers, as they lie in memory
+
+
+class Sibling(msgspec.Struct, array_like=True, gc=False):
+    """Another sequence of a request's prompt: what it does not share with it."""
+
+    id: str
+    seed: int
+
+    def beside(self, first: EngineRequest) -> EngineRequest:
+        """The whole request. Only the first of a prompt's sequences scores the prompt."""
+        params = first.params.with_values(seed=self.seed, prompt_logprobs=None)
+        return msgspec.structs.replace(first, id=self.id, params=params)
 
 
 def sequence_ids(request_id: str, n: int) -> list[str]:
@@ -254,6 +351,10 @@ class Request:
     cache_salt: str = ""
     group: str = ""
     beam: BeamSearchParams | None = None
+    client: str = ""
+    items: tuple[Item, ...] = ()
+    pooling: PoolingParams | None = None
+    contents: dict[str, bytes] = field(default_factory=dict)
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache
     num_in_flight: int = 0  # tokens behind them whose K and V steps in flight compute; 0 between synchronous steps
     num_cached_tokens: int = 0  # of these, how many the prefix cache gave at the first admission
@@ -276,6 +377,10 @@ class Request:
             cache_salt=er.cache_salt,
             group=er.group,
             beam=er.beam,
+            client=er.client,
+            items=er.items,
+            pooling=er.pooling,
+            contents=er.contents,
         )
 
     @property

@@ -14,19 +14,22 @@ scheduler (`replay`: "a refactoring changes no token"), diffed, and drawn (`to_c
 `t` is in seconds since the header, taken when the record is written; an add or abort came before the step it names.
 A step has every column of StepPlan: `sched` is num_tokens and start in one, in batch order; the others keep their
 names and are left out while empty. Block events are `new_blocks` (appended to that table) and `leaves` (the table is
-dropped). `logprobs` and `prompt_logprobs` are there when asked for; a log-probability of -inf is null. `times` are
+dropped). `logprobs` and `prompt_logprobs` are there when asked for; a log-probability of -inf is null. `pooled` has the
+vectors of an engine that embeds, or its scores. `times` are
 phases in the order in which they ran, back to back; with engine.overlap=2 they are what the step loop did until this
 step's output was taken in: it planned the next step (`schedule`), waited (`execute`), took the output in (`update`).
 
-Each line is flushed when it is written. A run that was killed leaves at most one cut line, which `read` drops.
+Each line reaches the file at once. A run that was killed leaves at most one cut line, which `read` drops. A run whose
+disk is full goes on without its trace, which ends there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -34,17 +37,31 @@ import msgspec
 
 from minivllm import machine
 from minivllm.config import EngineConfig
-from minivllm.errors import UserError
-from minivllm.plan import Delta, StepOutput, StepPlan
+from minivllm.errors import TraceError
+from minivllm.plan import AsyncOutput, Delta, StepOutput, StepPlan
 from minivllm.request import EngineRequest
 
 SCHEMA = "minivllm.trace/1"
 FOLDED = ("num_tokens", "start")  # of StepPlan: these two are the rows of `sched`
+NUM_KEPT = 5  # earlier traces of one name
 Record = dict[str, Any]
 
+logger = logging.getLogger("minivllm")
 
-class TraceError(UserError):
-    """A trace that cannot be read or replayed."""
+
+def keep_earlier(path: str | Path) -> None:
+    """Make room for a trace: run.jsonl of the run before, which may have crashed, becomes run.jsonl.1, that run.jsonl.2
+    and so on. Raises TraceError."""
+    path = Path(path)
+    if not (path.is_file() and path.stat().st_size):
+        return
+    names = [path, *(path.with_name(f"{path.name}.{age}") for age in range(1, NUM_KEPT + 1))]
+    try:
+        for older, newer in zip(names[::-1], names[-2::-1], strict=False):
+            if newer.exists():
+                newer.replace(older)
+    except OSError as e:
+        raise TraceError(f"cannot keep the earlier trace {path}: {e.strerror}; name another file") from None
 
 
 class TraceRecorder:
@@ -52,9 +69,10 @@ class TraceRecorder:
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.perf_counter):
         try:
-            self._file = open(path, "wb")  # noqa: SIM115 (open for the length of a run)
+            self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as e:
             raise TraceError(f"cannot write the trace {path}: {e.strerror}") from None
+        self._path = path
         self._clock = clock
         self._start = clock()
         self._step = 0  # the next one
@@ -83,20 +101,32 @@ class TraceRecorder:
             record["logprobs"] = out.logprobs
         if out.prompt_logprobs:
             record["prompt_logprobs"] = out.prompt_logprobs
+        if out.pooled:
+            record["pooled"] = {req_id: vector.tolist() for req_id, vector in out.pooled.items()}
         finished = {d.req_id: [d.finish_reason, d.stop_reason] for d in deltas if d.finish_reason is not None}
         if finished:
             record["finished"] = finished
         self._write(record)
 
     def close(self) -> None:
-        self._file.close()
+        """Also the end of a trace that could not be written on."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            os.close(file)
 
     def _now(self) -> float:
         return round(self._clock() - self._start, 6)
 
     def _write(self, record: Record) -> None:
-        self._file.write(self._encode(record) + b"\n")
-        self._file.flush()
+        if self._file is None:
+            return
+        line = self._encode(record) + b"\n"
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError as error:
+            logger.error("the trace %s ends here, and the engine goes on without: %s", self._path, error.strerror)
+            self.close()
 
 
 COLUMNS = tuple(f.name for f in dataclasses.fields(StepPlan) if f.name not in (*FOLDED, "step"))
@@ -170,14 +200,14 @@ def requests(path: str | Path) -> list[tuple[float, EngineRequest]]:
 class Submits(Protocol):
     """What replay needs of an executor."""
 
-    def submit(self, plan: StepPlan) -> Future[StepOutput]: ...
+    def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]: ...
 
 
 class Divergence(NamedTuple):
     step: int
     req_id: str
-    expected: list[int]  # the recorded tokens; [] for none
-    got: list[int]
+    expected: list[Any]  # the recorded tokens, or numbers of a vector; [] for none
+    got: list[Any]
 
     def __str__(self) -> str:
         return f"step {self.step}, request {self.req_id}: recorded {self.expected}, replayed {self.got}"
@@ -185,7 +215,7 @@ class Divergence(NamedTuple):
 
 class ReplayReport(NamedTuple):
     num_steps: int  # replayed, the diverging one included
-    num_tokens: int  # compared
+    num_tokens: int  # compared, and numbers of vectors
     divergence: Divergence | None  # the first; replay ends there, since all that follows builds on it
 
 
@@ -219,8 +249,9 @@ def config_of(trace: Trace, overrides: Mapping[str, Any] | None = None) -> Engin
 def _replay(steps: Iterable[Record], executor: Submits) -> ReplayReport:
     num_steps = num_tokens = 0
     for record in steps:
-        plan, expected = plan_of(record), record["tokens"]
-        got = executor.submit(plan).result().tokens
+        plan, expected = plan_of(record), {**record["tokens"], **record.get("pooled", {})}
+        out = executor.submit(plan).result()
+        got = {**out.tokens, **{req_id: vector.tolist() for req_id, vector in out.pooled.items()}}
         num_steps += 1
         num_tokens += sum(map(len, expected.values()))
         for req_id in dict.fromkeys([*expected, *got]):

@@ -1,4 +1,4 @@
-"""The book's site: `make site`. Pages are in chapters/, the directives that keep them true in site/bookext/."""
+"""The site: `make site`. Its pages are in docs/ and chapters/ (the book), its directives in bookext/."""
 
 import sys
 from pathlib import Path
@@ -6,21 +6,26 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "site")]
 
+from bookext.quotes import ALONE, FOLDERS  # noqa: E402
+
 from minivllm import __version__  # noqa: E402
 
 project = "minivllm"
 author = "the authors of minivllm"
 version = release = __version__
 extensions = ["myst_parser", "bookext"]
-root_doc = "index"
-include_patterns = ["*.md", "ch*/index.md", "reference/*.md"]
+root_doc = "chapters/index"  # extra/index.html leads there
+include_patterns = [*ALONE, *(f"{folder}/**.md" for folder in FOLDERS)]
+# The pages' folder is the repository, so that a link leads to the same page here and where files are read as they are.
+exclude_patterns = [path.name for path in ROOT.iterdir() if path.name not in {*FOLDERS, *ALONE}]
 myst_enable_extensions = ["colon_fence", "attrs_block", "deflist"]
 myst_heading_anchors = 3
 nitpicky = True
 smartquotes_action = "qe"  # "--set" stays two hyphens
 html_theme = "furo"
-html_title = "minivllm, the book"
+html_title = "minivllm"
 html_static_path = ["static"]
+html_extra_path = ["extra"]
 html_css_files = ["book.css", "widgets.css"]
 html_js_files = [("widgets.js", {"defer": "defer"})]
 html_copy_source = False

@@ -7,9 +7,9 @@ from pathlib import Path
 
 sys.path.extend(str(folder) for folder in Path(__file__).resolve().parents[:2])
 
-from bookext.quotes import ROOT, relock
+from bookext.quotes import ROOT, pages, relock
 
-for page in sorted((ROOT / "chapters").rglob("*.md")):
+for page in pages().values():
     text, changed = relock(page.read_text())
     page.write_text(text)
     for name in changed:

@@ -1,9 +1,17 @@
-"""--matrix FILE: write which configurations the conformance tests ran, and how they ended (`make matrix`)."""
+"""How the tests are spread over processes (`-n auto`), and what some of them share.
+
+--matrix FILE: write which configurations the conformance tests ran, and how they ended (`make matrix`).
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import ssl
+import sys
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,9 +24,120 @@ if os.environ.get("CI"):
 
 OUTCOMES = pytest.StashKey[list]()
 
+# ---------------------------------------------------------------------------------------- processes
+
+# Tests that may run beside those of their own file: they share nothing, and together they take minutes.
+APART = (
+    "tests/book/test_chapters.py::test_the_claims_hold_on_this_machine",
+    "tests/conformance/test_tiny_model.py",
+    "tests/kernels/test_compiled.py",
+    "tests/kernels/test_interpreter.py",
+    "tests/lora/test_conformance.py",
+)
+# What takes longest begins first, so that no core has a long file left while the others have nothing.
+LONGEST_FIRST = (
+    *APART,
+    *("tests/compile/test_piecewise.py", "tests/bench/test_gpu.py", "tests/bench/test_bench.py"),
+    *("tests/serve/test_lifecycle.py", "tests/serve/test_page_browser.py", "tests/serve/test_api_servers.py"),
+)
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+MEMORY = 2 << 30  # bytes: what a worker and the servers that it starts may need
+
+if WORKER:
+    # A core each: two threads in each of two processes on two cores spend their time waiting for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """A process a core, as far as memory goes."""
+    import psutil
+
+    from minivllm.machine import num_cores
+
+    return max(1, min(num_cores(), psutil.virtual_memory().available // MEMORY))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """--dist loadfile, but for the files that are too long for one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Spread(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid if nodeid.startswith(APART) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # the order is pytest_collection_modifyitems'
+    return Spread(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """A test that is marked `alone` waits until the other processes are between two tests, and they wait for its end:
+    what it says is about time. Whoever waits to be alone has shut the door, so that others cannot keep it waiting."""
+    if not WORKER:
+        return (yield)
+    import fcntl
+
+    how = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    folder = item.config._tmp_path_factory.getbasetemp().parent  # of all the run's processes
+    with open(folder / "door", "w") as door, open(folder / "room", "w") as room:
+        fcntl.flock(door, how)
+        if how == fcntl.LOCK_SH:
+            fcntl.flock(door, fcntl.LOCK_UN)
+        fcntl.flock(room, how)
+        return (yield)  # and closing the files gives both back
+
+
+def pytest_collection_modifyitems(items):
+    if WORKER:
+        items.sort(key=lambda item: _rank(item.nodeid))  # stable: a file's own order stays
+
+
+def _rank(nodeid):
+    return next((i for i, name in enumerate(LONGEST_FIRST) if nodeid.startswith(name)), len(LONGEST_FIRST))
+
+
+# ---------------------------------------------------------------------------------------- shared
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trust_is_read_once():
+    """An HTTP client reads and parses all the certificates of the web, 30 ms of a core, also to talk to 127.0.0.1; and
+    most tests of the server have a client of their own."""
+    create = ssl.create_default_context
+    ssl.create_default_context = functools.cache(create)
+    yield
+    ssl.create_default_context = create
+
+
+@pytest.fixture(scope="session", autouse=True)
+def responses_are_kept_elsewhere(tmp_path_factory):
+    """What servers keep of their answers is not the user's (serve/response_store.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def the_same_draws_in_every_run():
+    """What a test draws without a seed of its own: a red run is its change's fault (see "ci" above), in any order. No
+    seed that a test may have taken for something else: the same numbers twice would not be independent."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(961_748_941)
+
 
 def pytest_addoption(parser):
     parser.addoption("--matrix", metavar="FILE", type=Path, help="write the conformance tests' outcomes as JSON")
+
+
+@pytest.fixture
+def short_folder():
+    """Where TMPDIR may point to: pytest's own folders are too long for paths of sockets (child.make_folder)."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -30,8 +149,31 @@ def apart(monkeypatch):
     return torch.device("meta")
 
 
+@pytest.fixture
+def forked_cores(monkeypatch):
+    """Engine cores in processes of their own, forked where torch is there already (forked.py): for tests of what they
+    compute. Of how they start and end: tests/engine/test_process.py."""
+    import forked
+
+    from minivllm import child
+
+    start = child.start
+
+    def forked_start(module, *args, **options):
+        if module != "minivllm.engine.process" or options or sys.platform != "linux":
+            return start(module, *args, **options)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        return forked.Process(["-m", module, *args], env=env, blocked=list(child.INTERRUPT))
+
+    monkeypatch.setattr(child, "start", forked_start)
+
+
 def pytest_configure(config):
     config.stash[OUTCOMES] = []
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        import quick_interpreter
+
+        quick_interpreter.install()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,16 +14,19 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from minivllm.batch import BatchKey, InputSizes
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build_kv, build_scheduler
 from minivllm.engine.core import EngineCore
 from minivllm.executor.background import FailStop
 from minivllm.features import INPUT_BUILDERS
-from minivllm.plan import Delta, StepOutput, StepPlan
+from minivllm.kv_groups import FULL, KVGroup, KVGroups
+from minivllm.plan import AsyncOutput, Delta, StepOutput, StepPlan
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
-from minivllm.runner.inputs import BatchKey, InputSizes, Rows
+from minivllm.runner.inputs import Rows
 from minivllm.scheduler.base import Limits
 from minivllm.scheduler.beam_search import BeamSearch
+from minivllm.spec_decode.ahead import DraftsAhead
 
 VOCAB = 100
 EOS = 7
@@ -71,8 +74,16 @@ def oracle(prompt: list[int], params: SamplingParams, max_model_len: int = 10**9
 
 
 class FakeWorker:
-    def __init__(self, sizes: InputSizes, inputs: str = "persistent", num_drafts: int = 0, max_loras: int = 0):
-        self.sizes = sizes
+    def __init__(
+        self,
+        sizes: InputSizes,
+        inputs: str = "persistent",
+        num_drafts: int = 0,
+        max_loras: int = 0,
+        windows: Sequence[int | None] = (None,),
+    ):
+        """windows: of the KV groups. The first keeps all tokens; what the others keep must be the same."""
+        self.sizes, self.windows = sizes, windows
         self.num_drafts = num_drafts  # proposed after each token; some right, some wrong, some none
         self.inputs = INPUT_BUILDERS.get(inputs)(sizes)
         self.rows = Rows(sizes.max_rows)
@@ -81,8 +92,8 @@ class FakeWorker:
         self.padding = 2  # dummy token rows in each batch
         num_slots = (sizes.spare_block + 1) * sizes.block_size
         self.adapter_of = np.zeros(sizes.max_rows, np.int64)  # row -> adapter, which is the length of its name
-        self.kv = np.full((3, num_slots), -1, np.int64)  # token id, position and adapter of each slot
-        self.host = np.full((3, NUM_HOST_BLOCKS * sizes.block_size), -1, np.int64)
+        self.kv = np.full((4, num_slots), -1, np.int64)  # token id, position, adapter and group of each slot
+        self.host = np.full((4, NUM_HOST_BLOCKS * sizes.block_size), -1, np.int64)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         for req_id in plan.leaves:
@@ -99,11 +110,14 @@ class FakeWorker:
         if not plan.num_tokens:
             return StepOutput()
         batch = self.inputs.build(plan, BatchKey(plan.total_tokens + self.padding))
-        assert len(np.unique(batch.slot_mapping[: batch.num_tokens])) == batch.num_tokens, "two tokens share a slot"
+        written = batch.slot_mapping[..., : batch.num_tokens]
+        assert len(np.unique(written)) == written.size, "two tokens share a slot"
         adapters = np.repeat(self.adapter_of[batch.rows], np.diff(batch.query_start))
         assert len(set(adapters[adapters > 0])) <= self.max_loras, "more adapters in a step than slots"
         adapters = np.pad(adapters, (0, self.padding))
-        self.kv[:, batch.slot_mapping] = batch.token_ids, batch.positions, adapters
+        for group, slots in enumerate(np.atleast_2d(batch.slot_mapping)):
+            self.kv[:3, slots] = batch.token_ids, batch.positions, adapters
+            self.kv[3, slots] = group
         out = StepOutput()
         requests, accepts = [], True
         samples = zip(
@@ -146,40 +160,38 @@ class FakeWorker:
         """Token ids, positions and adapters of a request as the cache has them."""
         block_size = self.sizes.block_size
         at = np.arange(num_tokens)
-        slots = batch.block_tables[r, at // block_size].astype(np.int64) * block_size + at % block_size
-        tokens, positions, adapters = self.kv[:, slots]
+        tables = batch.block_tables.reshape(len(self.windows), len(batch.req_ids), -1).astype(np.int64)
+        kept = [self.kv[:, table[r, at // block_size] * block_size + at % block_size] for table in tables]
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, num_tokens - window)
+            assert np.array_equal(kept[group][:3, first:], kept[0][:3, first:]), f"group {group} has lost its window"
+            assert (kept[group][3, first:] == group).all(), f"group {group} reads another one's block"
+        tokens, positions, adapters, _ = kept[0]
         return tokens.tolist(), positions.tolist(), adapters.tolist()
 
 
-class LateFuture(Future):
-    """Whoever waits for it is what makes its step run."""
-
-    def __init__(self, stream: LateStream):
-        super().__init__()
-        self._stream = stream
-
-    def result(self, timeout: float | None = None) -> StepOutput:
-        while not self.done():
-            self._stream.run_one()
-        return super().result()
-
-
-class LateStream:
+class SlowStream:
     """An executor as unkind as a device's stream may be: a plan runs behind those before it, as late as anybody can
     wait, or by chance (with a seed) earlier. So whatever the control plane changes of a plan that is in flight, or
     takes for done, turns into a wrong token."""
 
     def __init__(self, worker: FakeWorker, seed: int | None = None):
-        self.run = FailStop(lambda plan: worker.execute(plan))
+        self.run = FailStop(DraftsAhead(lambda plan: worker.execute(plan)))
         self._chance = None if seed is None else random.Random(seed)
-        self._queue: deque[tuple[StepPlan, LateFuture]] = deque()
+        self._queue: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
 
-    def submit(self, plan: StepPlan) -> Future[StepOutput]:
-        future = LateFuture(self)
+    def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
+        future: Future[StepOutput] = Future()
         self._queue.append((plan, future))
         while self._queue and self._chance and self._chance.random() < 0.4:
             self.run_one()
-        return future
+        return AsyncOutput(future.done, lambda: self._run_until(future))
+
+    def _run_until(self, future: Future[StepOutput]) -> StepOutput:
+        """Whoever waits for a step is what makes it run."""
+        while not future.done():
+            self.run_one()
+        return future.result()
 
     def run_one(self) -> None:
         plan, future = self._queue.popleft()
@@ -201,14 +213,18 @@ class FakeEngine:
         max_model_len: int | None = None,
         overlap: int | None = None,
         stream_seed: int | None = None,
+        windows: Sequence[int | None] = (None,),
         **overrides,
     ):
-        """overlap: instead of the configuration's, which has a bound. stream_seed: of LateStream."""
+        """overlap: instead of the configuration's, which has a bound. stream_seed: of SlowStream. windows: of the KV
+        groups, each of one layer."""
         overrides = {"kv.num_blocks": num_blocks, "kv.block_size": 4, "debug.check": True, **overrides}
         self.config = config = EngineConfig.build("v1", overrides)
         max_model_len = max_model_len or min(num_blocks * config.kv.block_size, 512)
-        self.kv = build_kv(config, num_blocks, max_model_len, NUM_HOST_BLOCKS, COSTS)
-        paged = config.kv.allocation == "paged"  # whose scheduler must itself refuse what is too long for the pool
+        groups = KVGroups(tuple(KVGroup(FULL._replace(window=w), (i,)) for i, w in enumerate(windows)))
+        self.kv = build_kv(config, num_blocks, max_model_len, NUM_HOST_BLOCKS, COSTS, groups)
+        # Whose scheduler must itself refuse what is too long for the pool.
+        paged = config.kv.allocation == "paged" and groups.windows == (None,)
         self.max_model_len = max_model_len if paged else min(max_model_len, self.kv.capacity + 1)
         limits = Limits(
             config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, self.kv.capacity
@@ -216,12 +232,13 @@ class FakeEngine:
         lookahead = config.spec_decode.k if "draft" in config.spec_decode.method else 0
         scheduler = build_scheduler(config, self.kv, limits, lookahead)
         self.scheduler = scheduler.base  # to look at; requests go through the core
-        sizes = InputSizes(config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks)
+        limits_of_inputs = config.scheduler.max_num_seqs, self.max_model_len, config.kv.block_size, num_blocks
+        sizes = InputSizes(*limits_of_inputs, len(windows))
         num_drafts = config.spec_decode.k if config.spec_decode.method != "none" else 0
         max_loras = config.lora.max_loras if config.lora.enabled else 0
-        self.worker = FakeWorker(sizes, config.runner.inputs, num_drafts, max_loras)
+        self.worker = FakeWorker(sizes, config.runner.inputs, num_drafts, max_loras, windows)
         self.now = 0.0
-        stream = LateStream(self.worker, stream_seed)
+        stream = SlowStream(self.worker, stream_seed)
         overlap = overlap or config.engine.overlap
         self.core = EngineCore(scheduler, stream, clock=lambda: self.now, check=True, overlap=overlap)
         self.tokens: dict[str, list[int]] = {}
@@ -235,11 +252,13 @@ class FakeEngine:
         cache_salt: str = "",
         group: str = "",
         adapter: str = "",
+        client: str = "",
         **params,
     ):
         """The request's SamplingParams."""
         params = SamplingParams(temperature=0.0, eos_token_ids=(EOS,), **params)
-        self.core.add(EngineRequest(req_id, prompt, params, self.now, priority, adapter, cache_salt, group))
+        of_request = {"priority": priority, "adapter": adapter, "cache_salt": cache_salt, "group": group}
+        self.core.add(EngineRequest(req_id, prompt, params, self.now, **of_request, client=client))
         self.tokens[req_id] = []
         return params
 

@@ -19,25 +19,50 @@ class NaiveAttention:
         distance = torch.arange(length)[:, None] - torch.arange(length)  # [T queries, T keys]
         seen = (distance >= 0) & (distance < (layer.sliding_window or length))
         scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * (scores / layer.soft_cap).tanh()
+        if layer.slopes is not None:
+            scores = scores - torch.tensor(layer.slopes)[:, None, None] * distance
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v.float()))
+
+
+class NaiveLatentAttention:
+    """K and V of each head made of every token's vector, then as above."""
+
+    graphs = "none"
+
+    def forward(self, q: Tensor, latent: Tensor, expand: Tensor, kv, meta, layer: AttentionSpec, out: Tensor) -> None:
+        rank, rope_size = layer.latent
+        nope_size, scores = layer.head_size - rope_size, []
+        both = torch.stack([latent[:, :rank].float() @ head.float().T for head in expand], 1)  # [T, heads, K and V]
+        for h in range(layer.num_heads):
+            unturned = q[:, h, :nope_size].float() @ both[:, h, :nope_size].T
+            scores.append(unturned + q[:, h, nope_size:].float() @ latent[:, rank:].float().T)
+        seen = torch.ones(len(q), len(q)).tril().bool()
+        weights = (torch.stack(scores) * layer.scale).masked_fill(~seen, float("-inf")).softmax(-1)
+        out.copy_(torch.einsum("hqk,khd->qhd", weights, both[:, :, nope_size:]))
+
+
+def naive_for(layers: list[AttentionSpec]) -> NaiveAttention | NaiveLatentAttention:
+    return NaiveAttention() if layers[0].latent is None else NaiveLatentAttention()
 
 
 def hidden_of(model, forward, num_tokens: int) -> Tensor:
     """[T, hidden] of random tokens, the same for equal T; forward is the model or stands for it."""
     layers = model.attention_layers
-    context = ForwardContext(NaiveAttention(), None, [torch.empty(0)] * len(layers), layers)
+    context = ForwardContext(naive_for(layers), None, [torch.empty(0)] * len(layers), layers)
     token_ids = torch.randint(model.spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
     with torch.inference_mode(), forward_context(context):
-        return forward(token_ids, torch.arange(num_tokens))
+        return forward(model.embed(token_ids), torch.arange(num_tokens))
 
 
 def logits_of(model, token_ids: list[int]) -> Tensor:
     """[T, vocab] fp32: the logits after each token of one sequence."""
     layers = model.attention_layers
-    context = ForwardContext(NaiveAttention(), None, [torch.empty(0)] * len(layers), layers)
+    context = ForwardContext(naive_for(layers), None, [torch.empty(0)] * len(layers), layers)
     with torch.inference_mode(), forward_context(context):
-        hidden = model(torch.tensor(token_ids), torch.arange(len(token_ids)))
+        hidden = model(model.embed(torch.tensor(token_ids)), torch.arange(len(token_ids)))
         return model.logits(hidden)
 
 

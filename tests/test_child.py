@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from minivllm import child
 MAKES_FOLDERS = """
 import threading
 from minivllm import child
-from minivllm.cli import interrupts_end_at_once
+from minivllm.terminal import interrupts_end_at_once
 
 def make():
     while True:
@@ -31,32 +32,32 @@ with interrupts_end_at_once():
 
 
 @pytest.mark.parametrize("_", range(4))
-def test_an_interrupt_leaves_no_folder_whichever_thread_was_making_one(tmp_path, _):
+def test_an_interrupt_leaves_no_folder_whichever_thread_was_making_one(short_folder, _):
     making = subprocess.Popen(
-        [sys.executable, "-c", MAKES_FOLDERS], env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE
+        [sys.executable, "-c", MAKES_FOLDERS], env=os.environ | {"TMPDIR": str(short_folder)}, stdout=subprocess.PIPE
     )
     assert making.stdout.readline() == b"making\n"
-    while not any(tmp_path.iterdir()):
+    while not any(short_folder.iterdir()):
         pass
     making.send_signal(signal.SIGINT)
     making.stdout.close()
     assert making.wait(30) == 130
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_folder.iterdir()) == []
 
 
-def test_a_folder_is_its_users_alone_and_whoever_claims_it_removes_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(child.tempfile, "tempdir", str(tmp_path))
+def test_a_folder_is_its_users_alone_and_whoever_claims_it_removes_it(short_folder, monkeypatch):
+    monkeypatch.setattr(child.tempfile, "tempdir", str(short_folder))
     monkeypatch.setattr(child, "_making", threading.RLock())  # which this test keeps
     mine, given = child.make_folder(), child.make_folder()
     assert Path(mine).stat().st_mode & 0o777 == 0o700
     child.claimed(given)
     child.remove_unclaimed()
-    assert [str(path) for path in tmp_path.iterdir()] == [given]
+    assert [str(path) for path in short_folder.iterdir()] == [given]
 
 
-def test_a_folder_that_is_being_removed_goes_to_no_child(tmp_path, monkeypatch):
+def test_a_folder_that_is_being_removed_goes_to_no_child(short_folder, monkeypatch):
     """It would be told to work in a folder that is gone, and say so in a traceback."""
-    monkeypatch.setattr(child.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(child.tempfile, "tempdir", str(short_folder))
     monkeypatch.setattr(child, "_making", threading.RLock())
     folder = child.make_folder()
     child.remove_unclaimed()
@@ -67,6 +68,20 @@ def test_a_folder_that_is_being_removed_goes_to_no_child(tmp_path, monkeypatch):
     child._making.release()  # as never happens: the process ends
     giving.join(10)
     assert not giving.is_alive()
+
+
+def test_a_long_tmpdir_has_no_place_for_sockets(tmp_path, monkeypatch):
+    deep = tmp_path / ("a folder with a long name " * 4)
+    deep.mkdir()
+    monkeypatch.setattr(child.tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(child, "_making", threading.RLock())
+    folder = Path(child.make_folder())
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(folder / ("m" * child._LONGEST_NAME)))
+    finally:
+        child.remove_unclaimed()
+    assert not folder.exists() and list(deep.iterdir()) == []
 
 
 def test_a_folder_that_is_written_into_while_it_is_removed_goes_too(tmp_path, monkeypatch):

@@ -74,6 +74,7 @@ def test_vllms_names_set_the_same_things():
     config = EngineConfig.build("v1", overrides)
     assert (config.model.max_model_len, config.kv.prefix, config.model.dtype) == (100, "none", "float32")
     assert from_vllm_names({"kv_cache_dtype": "fp8_e4m3"}) == {"kv.dtype": "float8_e4m3fn"}
+    assert from_vllm_names({"guided_decoding_backend": "guidance"}) == {"structured.backend": "llguidance"}
     with pytest.raises(ConfigError, match="max_num_seqs"):
         from_vllm_names({"max_num_seq": 1})
 

@@ -37,7 +37,7 @@ WHERE = (
 
 def python(code: str, cwd: Path = ROOT, options: tuple[str, ...] = (), **env: str) -> str:
     command = [sys.executable, *options, "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -77,6 +77,9 @@ def test_a_wheel_holds_every_module_and_no_top_level_kernels(checkout, tmp_path)
     assert cpp and all((installed / "minivllm" / p).is_file() for p in cpp)
     page = {p.relative_to(checkout) for p in (checkout / "minivllm" / "serve" / "page" / "static").iterdir()}
     assert page and all((installed / p).is_file() for p in page)
+    assert (installed / "minivllm" / "py.typed").is_file(), "type checkers read the annotations of typed packages only"
+    (points,) = installed.glob("*.dist-info/entry_points.txt")
+    assert "minivllm = minivllm.cli:run" in points.read_text()
     where, kernels = python(WHERE, tmp_path, BARE, PYTHONPATH=str(installed)).split()
     assert Path(where).is_relative_to(installed) and kernels == "None"
 
@@ -122,10 +125,36 @@ def test_every_module_imports_without_triton_and_a_compiler_and_says_why_they_ar
         assert rows[name][0] is False and "no C++ compiler" in rows[name][1]
 
 
+def test_no_list_of_requirements_names_a_package_twice():
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    for name, required in {"": PYPROJECT["project"]["dependencies"], **extras}.items():
+        packages = [Requirement(r).name.lower() for r in required]
+        assert len(packages) == len(set(packages)), f"{name}: {sorted(packages)}"
+
+
 def test_torch_is_a_range_from_2_11_to_2_13():
     torch = next(r for r in map(Requirement, PYPROJECT["project"]["dependencies"]) if r.name == "torch")
     admitted = [v for v in ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.13.0+cpu", "2.14.0") if v in torch.specifier]
     assert admitted == ["2.11.0", "2.12.1", "2.13.0", "2.13.0+cpu"]
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "wanted"),
+    [
+        ("Linux", "x86_64", True),
+        ("Linux", "aarch64", True),
+        ("Linux", "riscv64", False),
+        ("Darwin", "arm64", True),
+        ("Darwin", "x86_64", True),
+        ("Windows", "AMD64", True),
+        ("Windows", "ARM64", False),
+    ],
+)
+def test_a_plain_install_holds_json_that_nests_where_that_needs_no_compiler(system, machine, wanted):
+    """As PyPI has wheels of llguidance; elsewhere it would be built with Rust."""
+    required = [r for r in map(Requirement, PYPROJECT["project"]["dependencies"]) if r.name == "llguidance"]
+    there = {"platform_system": system, "platform_machine": machine}
+    assert [r.marker.evaluate(there) for r in required] == [wanted]
 
 
 # Of packages whose name is not what is imported.
@@ -138,12 +167,15 @@ DISTRIBUTIONS = {
 }
 
 
+OPTIONAL = ("gpu", "structured", "otel", "grpc", "plots")
+
+
 def test_every_import_of_the_package_is_a_declared_dependency():
     import ast
 
     declared = {Requirement(r).name.lower() for r in PYPROJECT["project"]["dependencies"]}
     extras = PYPROJECT["project"]["optional-dependencies"]
-    optional = {Requirement(r).name.lower() for extra in ("gpu", "structured", "otel", "grpc") for r in extras[extra]}
+    optional = {Requirement(r).name.lower() for extra in OPTIONAL for r in extras[extra]}
     found = set()
     for path in [*(ROOT / "minivllm").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -173,6 +205,6 @@ def fake_python(folder: Path, body: str) -> Path:
 )
 def test_make_says_what_is_missing(tmp_path, body, message):
     command = ["make", "setup", f"PYTHON={fake_python(tmp_path, body)}", f"VENV={tmp_path / 'venv'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode != 0 and message in done.stdout + done.stderr
     assert not (tmp_path / "venv").exists()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-from concurrent.futures import Future
+import os
 
 import pytest
 from fakes import FakeEngine, FakeWorker
@@ -14,7 +15,7 @@ from minivllm.config import EngineConfig
 from minivllm.engine.build import build
 from minivllm.errors import UserError
 from minivllm.executor.uni import UniExecutor
-from minivllm.plan import Delta, Join, StepOutput, StepPlan, StepStats
+from minivllm.plan import AsyncOutput, Delta, Join, StepOutput, StepPlan, StepStats
 from minivllm.request import EngineRequest, SamplingParams
 
 PARAMS = SamplingParams(
@@ -74,9 +75,7 @@ class Scripted:
 
     def submit(self, plan):
         self.plans.append(plan)
-        future: Future[StepOutput] = Future()
-        future.set_result(self.outputs.pop(0))
-        return future
+        return AsyncOutput.ready(self.outputs.pop(0))
 
 
 def fake_run(path, **overrides) -> FakeEngine:
@@ -146,6 +145,51 @@ def test_a_file_that_is_no_trace_is_a_clear_error(tmp_path, recorded):
         trace.read(tmp_path / "none.jsonl")
     with pytest.raises(UserError, match="cannot write the trace"):
         trace.TraceRecorder(tmp_path / "no" / "folder.jsonl")
+
+
+def test_a_disk_that_is_full_ends_the_trace_and_not_the_run(caplog):
+    engine = FakeEngine()
+    engine.core.observers.append(recorder := trace.TraceRecorder("/dev/full"))
+    recorder.on_start({}, {})
+    engine.add("a", [1, 2, 3], max_tokens=3)
+    while engine.core.has_work:
+        engine.core.step()
+    recorder.close()
+    (record,) = caplog.records
+    assert "the trace /dev/full ends here" in record.getMessage() and "No space left" in record.getMessage()
+
+
+def test_a_disk_that_fills_up_leaves_all_lines_before(tmp_path, monkeypatch, caplog):
+    write, room = os.write, [400]
+
+    def until_full(fd, data):
+        room[0] -= (taken := write(fd, data[: room[0]]) if room[0] else 0)
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return taken
+
+    recorder = trace.TraceRecorder(tmp_path / "run.jsonl")
+    recorder.on_start({"kv.prefix": "none"}, {"num_blocks": 10})
+    whole = (tmp_path / "run.jsonl").read_bytes()
+    monkeypatch.setattr(trace.os, "write", until_full)
+    for step in hand_made_steps():
+        recorder.on_step(*step, {"schedule": 2.0})
+    monkeypatch.undo()
+    written = (tmp_path / "run.jsonl").read_bytes()
+    assert written.startswith(whole) and len(written) == len(whole) + 400 and len(caplog.records) == 1
+    assert trace.read(tmp_path / "run.jsonl").header["config"] == {"kv.prefix": "none"}
+
+
+def test_earlier_traces_of_a_name_are_kept_up_to_a_number(tmp_path):
+    path = tmp_path / "run.jsonl"
+    for run in range(trace.NUM_KEPT + 3):
+        trace.keep_earlier(path)
+        path.write_text(str(run))
+    kept = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    newest = trace.NUM_KEPT + 2
+    assert kept == {"run.jsonl": str(newest)} | {
+        f"run.jsonl.{age}": str(newest - age) for age in range(1, trace.NUM_KEPT + 1)
+    }
 
 
 def test_replay_submits_the_recorded_plans_and_finds_equal_tokens(recorded):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from minivllm import machine
-from minivllm.runner.worker import choose_threads
+from minivllm.runner.platform import choose_threads
 from minivllm.waiting import SPIN_COUNT
 
 CODE = """
@@ -56,7 +56,7 @@ from minivllm.serve.command import main
 main(["--model", "dummy:tiny", "--port", "0"])
 """
 LLM = """
-import sys, minivllm.engine.build as build
+import sys, minivllm.engine.build.engine as build
 build.waiting.settle, settle = lambda: print("torch" in sys.modules, settle().value), build.waiting.settle
 from minivllm import LLM
 LLM("dummy:tiny")
@@ -92,7 +92,7 @@ def test_a_control_groups_limit_is_read(tmp_path, monkeypatch, files, quota):
 
 @pytest.mark.parametrize(("quota", "threads"), [(None, 8), (16.0, 8), (2.5, 2), (0.5, 1)])
 def test_threads_fit_the_cores_and_the_limit(monkeypatch, quota, threads):
-    monkeypatch.setattr("minivllm.runner.worker.num_cores", lambda: 8)
-    monkeypatch.setattr("minivllm.runner.worker.cpu_quota", lambda: quota)
+    monkeypatch.setattr("minivllm.runner.platform.num_cores", lambda: 8)
+    monkeypatch.setattr("minivllm.runner.platform.cpu_quota", lambda: quota)
     assert choose_threads(None)[0] == threads
     assert choose_threads(3) == (3, "as configured")

@@ -33,6 +33,18 @@ ROUNDED = {
     torch.bfloat16: {"atol": 1e-5, "rtol": 2**-8},
 }
 
+
+def rounded_inputs(num_products: int) -> float:
+    """How far logits may lie from those of a model in float32, as a part of their size (root mean squares), where every
+    product rounds its inputs to 15 bits, with a scale for each 32 of them, and all else is exact but for float32 sums.
+
+    An input errs by at most 2^-15 of its group's largest, which of 32 normal numbers is 2.1 in the mean: by 3.7e-5 =
+    2.1 * 2^-15 / sqrt(3) in the mean, and a sum of n products by as much of its own size. One product after another,
+    the errors add up like a random walk; doubled, as a softmax over scores near 1 doubles at most what they err.
+    """
+    return 2 * 3.7e-5 * num_products**0.5
+
+
 # What is encoded in 8 bits was computed in float32 as above: ten roundings at most, of numbers no larger than the
 # head's largest, of which this is the fraction by which a number, and so its scale, may err beside half a code's step.
 ENCODED = 10 * 2**-24

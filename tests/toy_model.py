@@ -36,8 +36,11 @@ class ToyModel(nn.Module):
         self.attention_layers = [AttentionSpec(HEADS, HEADS, HEAD_SIZE, HEAD_SIZE**-0.5)]
         self.spec = SimpleNamespace(vocab_size=VOCAB)
 
-    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        x = F.embedding(token_ids, self.embedding) + positions[:, None] / 100
+    def embed(self, token_ids: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.index_select(self.embedding, 0, token_ids, out=out)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + positions[:, None] / 100
         for layer in self.layers:
             x = layer(x)
         return x

@@ -15,13 +15,13 @@ from products import experts_cases, lora_cases, w4a16_cases
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec
-from minivllm.kernels import twins
+from minivllm.kernels import reference
 from minivllm.kernels.triton import draw, elementwise, gather, paged
 from minivllm.kernels.triton.tiles import attention_tiles, num_splits
-from minivllm.sampling import draw as draw_twin
+from minivllm.sampling import draw as draw_reference
 from minivllm.sampling.rejection import Rejection
 
-CODES = (torch.int8, torch.float8_e4m3fn)
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # Llama-3.1-8B's
 
 
@@ -31,7 +31,7 @@ def decode_cases(setting: Setting) -> Iterator[Case]:
     else:
         shapes, ragged = [[1024] * n for n in (1, 32, 256)], torch.randint(1, 3000, (17,)).tolist()
     for lengths in shapes:
-        for codes in (None, *CODES):
+        for codes in (None, *QUANTISED):
             yield _attention(setting, lengths, [1] * len(lengths), codes)
     for case in _variants(setting):
         yield _attention(setting, ragged, [1] * len(ragged), **case, timed=False)
@@ -43,7 +43,7 @@ def prefill_cases(setting: Setting) -> Iterator[Case]:
     else:
         shapes, ragged = [([n], [n]) for n in (2048, 8192)], torch.randint(1, 1500, (9,)).tolist()
     for lengths, queries in shapes:
-        for codes in (None, *CODES):
+        for codes in (None, *QUANTISED):
             yield _attention(setting, lengths, queries, codes)
     queries = [int(torch.randint(1, n + 1, ())) + (n > 1 and i == 0) for i, n in enumerate(ragged)]
     queries = [min(n, length) for n, length in zip(queries, ragged, strict=True)]
@@ -85,8 +85,8 @@ def _attention(
     if codes is not None:
         k, v = kv.transpose(2, 3).flatten(1, 2)
         kv = torch.empty(*kv.shape[:3], page * (spec.head_size + 4), dtype=codes, device=device)
-        twins.write_codes(k, v, *kv, torch.arange(len(k), device=device))
-        held = torch.stack([twins.read_codes(half, spec.head_size) for half in kv])
+        reference.write_quantised(k, v, *kv, torch.arange(len(k), device=device))
+        held = torch.stack([reference.read_quantised(half, spec.head_size) for half in kv])
     by_head = paged.NOTHING
     if codes == torch.float8_e4m3fn:
         numbers = torch.arange(1, spec.num_heads + 1, device=device)
@@ -121,7 +121,7 @@ def _attention(
                 end = min(begin + 256, count)
                 seen = length - count + end
                 asked = q[first + begin : first + end].double()
-                results.append(twins.attend_with(asked, k[:seen], v[:seen], spec, *by_head))
+                results.append(reference.attend_with(asked, k[:seen], v[:seen], spec, *by_head))
         return torch.cat(results)
 
     moved = sum(lengths) * kv.numel() // (sum(counts) * page) * kv.itemsize + 2 * q.numel() * dtype.itemsize
@@ -144,7 +144,7 @@ def _slots(setting: Setting) -> tuple[Tensor, int]:
 
 def _poisoned(num_blocks: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Caches of K and V of which no number is one, in codes no scale."""
-    if dtype in CODES:
+    if dtype in QUANTISED:
         shape = 2, num_blocks, kv_heads, 16 * (head_size + 4)
         return torch.full(shape, -1, dtype=torch.int8, device=device).view(dtype)
     return torch.full((2, num_blocks, kv_heads, 16, head_size), torch.nan, dtype=dtype, device=device)
@@ -158,8 +158,8 @@ def _plain(caches: Tensor) -> Tensor:
 
 
 def _shares(caches: Tensor, head_size: int) -> Tensor:
-    """Caches of codes: each number as a share of its head's largest, and that one."""
-    numbers = torch.stack([twins.read_codes(cache, head_size) for cache in caches]).double()
+    """quantised caches: each number as a share of its head's largest, and that one."""
+    numbers = torch.stack([reference.read_quantised(cache, head_size) for cache in caches]).double()
     largest = numbers.abs().amax(-1, keepdim=True)
     return torch.cat([numbers / largest, largest], -1).nan_to_num(nan=UNWRITTEN)
 
@@ -180,7 +180,7 @@ def write_cases(setting: Setting) -> Iterator[Case]:
         return got
 
     def oracle() -> Tensor:
-        twins.write(k, v, *wanted, slots)
+        reference.write(k, v, *wanted, slots)
         return _plain(wanted)
 
     moved = 4 * k.numel() * k.itemsize
@@ -188,7 +188,7 @@ def write_cases(setting: Setting) -> Iterator[Case]:
 
 
 def write_codes_cases(setting: Setting) -> Iterator[Case]:
-    for codes in CODES:
+    for codes in QUANTISED:
         yield _written_as(setting, codes)
 
 
@@ -199,11 +199,11 @@ def _written_as(setting: Setting, codes: torch.dtype) -> Case:
     got, wanted = (_poisoned(num_blocks, *heads, codes, setting.device) for _ in range(2))
 
     def call() -> Tensor:
-        elementwise.write_codes(k, v, *got, slots)
+        elementwise.write_quantised(k, v, *got, slots)
         return got
 
     def oracle() -> Tensor:
-        twins.write_codes(k, v, *wanted, slots)
+        reference.write_quantised(k, v, *wanted, slots)
         return _shares(wanted, size)
 
     label, moved = f"{len(slots)} tokens, {str(codes)[6:]}", 2 * k.numel() * (k.itemsize + 1)
@@ -217,7 +217,7 @@ def rope_cases(setting: Setting) -> Iterator[Case]:
 
 
 def rope_codes_cases(setting: Setting) -> Iterator[Case]:
-    for codes in CODES:
+    for codes in QUANTISED:
         yield _rope(setting, codes, True)
 
 
@@ -254,7 +254,7 @@ def _rope(setting: Setting, codes: torch.dtype | None, norm: bool) -> Case:
     kernel = "rope + norm + write in 8 bits" if codes else "rope + norm + cache write"
     label = f"{count} tokens" + (f", {str(codes)[6:]}" if codes else "" if norm else ", no norm")
     tolerance = max(setting.unit, STEP[codes]) if codes else setting.unit
-    oracle = lambda: run(twins.rope_write, outputs[1], caches[1])  # noqa: E731
+    oracle = lambda: run(reference.rope_write, outputs[1], caches[1])  # noqa: E731
     return Case(kernel, label, call, oracle, tolerance, moved, read=read)
 
 
@@ -273,7 +273,7 @@ def copy_cases(setting: Setting) -> Iterator[Case]:
         return got[0]
 
     def oracle() -> Tensor:
-        twins.copy_blocks(sources, wanted, pairs)
+        reference.copy_blocks(sources, wanted, pairs)
         return _plain(torch.stack(wanted))
 
     moved = 2 * 2 * layers * count * sources[0][0, 0].numel() * setting.dtype.itemsize
@@ -297,7 +297,7 @@ def gather_tokens_cases(setting: Setting) -> Iterator[Case]:
         return out.slots
 
     def oracle() -> Tensor:
-        return torch.stack(twins.gather_tokens(tokens, tables, rows, firsts, starts, padded, 16, 0))
+        return torch.stack(reference.gather_tokens(tokens, tables, rows, firsts, starts, padded, 16, 0))
 
     read = lambda _: torch.stack(out)  # noqa: E731
     yield Case("gather inputs", f"{count} x 1", call, oracle, 0, 44 * count, read=read)
@@ -309,7 +309,7 @@ def gather_rows_cases(setting: Setting) -> Iterator[Case]:
     rows, out = torch.randint(0, count, (count,), device=setting.device), torch.full_like(tables, -1)
     yield Case(
         *("gather rows", f"{count} x {width}", lambda: gather.gather_rows(tables, rows, out)),
-        *(lambda: twins.gather_rows(tables, rows, width), 0, 8 * tables.numel()),
+        *(lambda: reference.gather_rows(tables, rows, width), 0, 8 * tables.numel()),
     )
 
 
@@ -326,7 +326,7 @@ def staged_cases(setting: Setting) -> Iterator[Case]:
         return table
 
     def oracle() -> Tensor:
-        twins.write_rows(wanted, writes)
+        reference.write_rows(wanted, writes)
         return wanted
 
     moved = 4 * (width + 6 * count)
@@ -338,7 +338,7 @@ def norm_cases(setting: Setting) -> Iterator[Case]:
     weight, out = torch.randn(x.shape[1], device=x.device).to(x.dtype), torch.full_like(x, torch.nan)
     yield Case(
         *("rms norm", f"{len(x)}x{x.shape[1]}", lambda: elementwise.rms_norm(x, weight, 1e-5, out)),
-        *(lambda: twins.rms_norm(x, weight, 1e-5), setting.unit, 2 * x.numel() * x.itemsize),
+        *(lambda: reference.rms_norm(x, weight, 1e-5), setting.unit, 2 * x.numel() * x.itemsize),
         rivals={"torch": lambda: F.rms_norm(x, (x.shape[1],), weight, 1e-5)},
     )
 
@@ -347,7 +347,7 @@ def silu_cases(setting: Setting) -> Iterator[Case]:
     x = _rows(setting)
     out = torch.full((len(x), x.shape[1] // 2), torch.nan, device=x.device).to(x.dtype)
     yield Case(
-        *("silu mul", f"{len(x)}x{x.shape[1]}", lambda: elementwise.silu_mul(x, out), lambda: twins.silu_mul(x)),
+        *("silu mul", f"{len(x)}x{x.shape[1]}", lambda: elementwise.silu_mul(x, out), lambda: reference.silu_mul(x)),
         *(setting.unit, 3 * out.numel() * x.itemsize),
     )
 
@@ -370,7 +370,7 @@ def cut_cases(setting: Setting) -> Iterator[Case]:
     none = torch.zeros(count, device=device)
 
     def cut_by_sort() -> Tensor:
-        return draw_twin.find_cuts_by_sort(probs, k, p, none)[:, 0]
+        return draw_reference.find_cuts_by_sort(probs, k, p, none)[:, 0]
 
     yield Case(
         *("top-k, top-p and min-p", f"{count} x {probs.shape[1]}", lambda: draw.find_cuts(probs, k, p, none)),
@@ -384,11 +384,11 @@ def draw_cases(setting: Setting) -> Iterator[Case]:
     seeds, positions = torch.randint(0, 2**62, (len(probs),)), torch.arange(len(probs))
     on_device = seeds.to(setting.device), positions.to(setting.device)
 
-    def draw_by_twin() -> Tensor:
-        return draw_twin.draw(probs, seeds.numpy().view("uint64"), positions.numpy())[0]
+    def draw_by_reference() -> Tensor:
+        return draw_reference.draw(probs, seeds.numpy().view("uint64"), positions.numpy())[0]
 
     yield Case(
-        *("draw", f"{len(probs)} x {probs.shape[1]}", lambda: draw.draw(probs, *on_device)[0], draw_by_twin),
+        *("draw", f"{len(probs)} x {probs.shape[1]}", lambda: draw.draw(probs, *on_device)[0], draw_by_reference),
         *(0, probs.numel() * 4),
     )
 
@@ -407,9 +407,9 @@ def _rejection(device: torch.device, count: int, size: int) -> Case:
     on_device = seeds.to(device), positions.to(device)
 
     def oracle() -> Tensor:
-        twin = Rejection(lambda row, place: None if row % 2 == 0 else q[row])
+        by_host = Rejection(lambda row, place: None if row % 2 == 0 else q[row])
         everything = positions.numpy()
-        pick = twin(drafts.cpu().numpy(), everything, everything * 0)
+        pick = by_host(drafts.cpu().numpy(), everything, everything * 0)
         return pick(probs.clone(), seeds.numpy().view("uint64"), everything, everything)[0]
 
     def call() -> Tensor:

@@ -14,7 +14,7 @@ from case import Case, Rows, Setting, said
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def obstacle(args: Namespace) -> str | None:
+def unsupported_reason(args: Namespace) -> str | None:
     """Why these parts cannot run here, or None."""
     try:
         from minivllm.kernels.triton.interpreted import INTERPRETED

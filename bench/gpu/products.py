@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from case import Case, Setting
 from torch import Tensor
 
-from minivllm.kernels import twins
+from minivllm.kernels import reference
 from minivllm.kernels.triton.lora import SlotTable, Tasks
 from minivllm.kernels.triton.moe import moe
 from minivllm.kernels.triton.w4a16 import Matrix
@@ -109,7 +109,7 @@ def _moe(device: torch.device, dtype: torch.dtype, num_tokens: int, tiny: bool, 
         return moe(x, ids, weights, gate_up, down, out)
 
     def oracle() -> Tensor:
-        return twins.experts(x, ids, weights, gate_up, down)
+        return reference.experts(x, ids, weights, gate_up, down)
 
     matrices = ids.unique().numel() * 3 * hidden * size
     flops = 6 * ids.numel() * hidden * size

@@ -33,7 +33,11 @@ def transformers(job: dict[str, Any]) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.bfloat16).to(job["device"]).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.bfloat16, trust_remote_code=False)
+        .to(job["device"])
+        .eval()
+    )
     model.generation_config.eos_token_id = None
 
     @torch.inference_mode()

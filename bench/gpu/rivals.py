@@ -23,9 +23,9 @@ from case import NO_TIME, Rows
 from common import note, spread
 from serving import OVERRIDES, Requests, nano_requests
 
-from minivllm.loading.dummy import fill, hf_config, write_tokenizer
-from minivllm.models import MODELS
-from minivllm.models.spec import ModelSpec
+from minivllm.loading.dummy import hf_config, write_tokenizer
+from minivllm.loading.dummy_weights import fill
+from minivllm.models import MODELS, read_spec
 
 PACKAGES = {"minivllm": "minivllm", "transformers": "transformers", "vllm": "vllm", "nano-vllm": "nanovllm"}
 PASSES = 2
@@ -63,7 +63,7 @@ def export(name: str, folder: Path, device: torch.device) -> None:
     """A folder as those of the Hugging Face Hub, in bfloat16."""
     from safetensors.torch import save_file
 
-    spec = ModelSpec.from_hf(hf_config(name), where=name)
+    spec = read_spec(hf_config(name), where=name)
     model = MODELS.get(spec.architecture)(spec, torch.bfloat16, device)
     fill(model, seed=0)
     tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in model.checkpoint_tensors().items()}

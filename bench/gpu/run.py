@@ -1,13 +1,13 @@
-"""The engine and its kernels on a GPU: right, and how near to what the card can do.
+"""Are the engine and its kernels right on a GPU, and how near are they to what the card can do?
 
-    python bench/gpu/run.py --part correctness     every kernel against its float64 oracle
-    python bench/gpu/run.py --part kernels         times, as a fraction of the copy bandwidth or the matrix rate
-    python bench/gpu/run.py --part attention       decodes and prefills beside SDPA, FlexAttention, FlashAttention ...
-    python bench/gpu/run.py --part engine          decode steps against the floor of the memory; nano-vllm's benchmark
-    python bench/gpu/run.py --part ablation        graphs, overlap, inputs ... switched back one by one; V0 against V1
-    python bench/gpu/run.py --part peers           nano-vllm's benchmark on every engine that is installed
-    python bench/gpu/run.py --part tune            the fastest tile of each attention launch: a file for kernels/tuned
-    python bench/gpu/run.py --part engine --device cpu     tiny shapes; kernels then want TRITON_INTERPRET=1
+    python -m bench gpu --part correctness     every kernel against its float64 oracle
+    python -m bench gpu --part kernels         times, as a fraction of the copy bandwidth or the matrix rate
+    python -m bench gpu --part attention       decodes and prefills beside SDPA, FlexAttention, FlashAttention ...
+    python -m bench gpu --part engine          decode steps against the floor of the memory; nano-vllm's benchmark
+    python -m bench gpu --part ablation        graphs, overlap, inputs ... switched back one by one; V0 against V1
+    python -m bench gpu --part peers           nano-vllm's benchmark on every engine that is installed
+    python -m bench gpu --part tune            the fastest tile of each attention launch: a file for kernels/tuned
+    python -m bench gpu --part engine --device cpu     tiny shapes; kernels then want TRITON_INTERPRET=1
 
 A part begins nothing new after --seconds, so that it ends within 8 minutes. What fails is a row with its error. With no
 card nothing is timed: the tables say "not measured". One JSON line on standard output says what ran on which card, at
@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from card import card, clocks  # noqa: E402
 from case import Rows  # noqa: E402
 from common import RESULTS, emit, note, parser  # noqa: E402
-from kernel_parts import DTYPES, obstacle  # noqa: E402
+from kernel_parts import DTYPES, unsupported_reason  # noqa: E402
 from targets import judge  # noqa: E402
 
 PARTS = {  # "module:function": kernels alone need no more than torch and triton
@@ -91,7 +91,7 @@ def arguments():
         args.overrides = parse_set(args.set)
     if args.device == "cuda" and not torch.cuda.is_available():
         options.error("no CUDA device that this torch can use: --device cpu runs tiny shapes")
-    if args.part in ("correctness", "kernels", "attention", "tune") and (why := obstacle(args)) is not None:
+    if args.part in ("correctness", "kernels", "attention", "tune") and (why := unsupported_reason(args)) is not None:
         options.error(why)
     return args
 

@@ -18,7 +18,7 @@ from case import Rows, Setting
 from kernel_parts import DTYPES
 from torch import Tensor
 
-from minivllm.kernels import twins
+from minivllm.kernels import reference
 from minivllm.kernels.triton import paged
 from minivllm.kernels.triton.tiles import Tile, num_splits
 from minivllm.kernels.triton.tuned import KINDS, Measured, Shape, as_tree, candidates, file_name, load
@@ -64,7 +64,7 @@ def attention_call(
     if shape.itemsize == 1:
         k, v = kv.transpose(2, 3).flatten(1, 2)
         kv = torch.empty(*kv.shape[:3], 16 * (head_size + 4), dtype=getattr(torch, shape.dtype), device=device)
-        twins.write_codes(k, v, *kv, torch.arange(len(k), device=device))
+        reference.write_quantised(k, v, *kv, torch.arange(len(k), device=device))
     q = torch.randn(count * num_queries, num_heads, head_size, device=device).to(setting.dtype)
     starts = torch.arange(count + 1, dtype=torch.int32, device=device) * num_queries
     lengths = torch.full((count,), length, dtype=torch.int32, device=device)

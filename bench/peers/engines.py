@@ -73,7 +73,7 @@ def known_engines(threads: int) -> dict[str, Engine]:
             env=one,
             without=("OMP_NUM_THREADS",),
         ),
-        Engine("llama.cpp", "llama.cpp", "run_llama_cpp.py", "gguf", "Q4_1, one sequence at a time", env=many),
+        Engine("llama.cpp", "llama.cpp", "run_llama_cpp.py", "gguf", "the file, one sequence at a time", env=many),
         Engine(
             "transformers", "transformers", "run_transformers.py", "folder", "generate, static batch, bf16", env=many
         ),

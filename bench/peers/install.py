@@ -1,6 +1,8 @@
-"""The environments of the peers and their model files, all in one folder outside of version control (`make peers`).
+"""Which peers can be installed here, and with which model files?
 
-    python -m bench.peers.install --into .peers [--only vllm]
+They go into one folder outside of version control (`make peers`).
+
+    python -m bench peers.install --into .peers [--only vllm]
 
     <folder>/<peer>/            a virtual environment; .ready in it says which version, .failed why there is none
     <folder>/model/             SmolLM2 as a Hugging Face folder in bf16, for vLLM and transformers
@@ -21,6 +23,9 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from bench.peers.shapes import fits, write_gguf
+from minivllm.config import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / ".peers"
@@ -66,16 +71,12 @@ def install_llama_cpp(venv: Path) -> None:
     """Compiled for this CPU, without its image library (a third of the work). Without AMX too: llama-cpp-python 0.3.36
     ends in a segmentation fault at its `ldtilecfg`, in the first product, on the Xeon that this was written on."""
     env = {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
+    from minivllm.machine import cpu_flags
+
     if "amx_tile" in cpu_flags():
         without = " ".join(f"-mno-amx-{part}" for part in ("tile", "int8", "bf16"))
         env |= {"CFLAGS": without, "CXXFLAGS": without}
     pip(venv, "install", "--no-cache-dir", "llama-cpp-python", "numpy", env=env)
-
-
-def cpu_flags() -> set[str]:
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
-    return set(found.group(1).split()) if found else set()
 
 
 def other_requirements(wheel: Path) -> list[str]:
@@ -144,26 +145,44 @@ def export_model(model: str, folder: Path) -> Path:
     """The model as a Hugging Face folder in bf16: what vLLM and transformers load (once; the same values as ours).
 
     Raises ModelError."""
-    into = folder / "model"
+    into = folder / ("model" if model == DEFAULT_MODEL else f"model-{Path(model).stem}")
     if (into / "model.safetensors").exists():
         return into
     import torch
 
-    from minivllm.loading import resolve
-    from minivllm.loading.safetensors_io import Entry, read_json, read_tensors, write_tensors
+    from minivllm.files import read_json
+    from minivllm.loading import read_checkpoint, resolve
+    from minivllm.loading.safetensors_io import Entry, write_tensors
 
     files = resolve(model)
-    aside = folder / ".model"
+    aside = folder / f".{into.name}"
     shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(files.weights[0].parent, aside, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    shutil.copytree(files.folder, aside, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
     shutil.copytree(files.tokenizer_dir, aside, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
-    write_config(aside / "config.json", read_json(files.weights[0].parent / "config.json"))
-    found = sorted((name, path) for name, _, path in read_tensors(files.weights))
-    tensors = {name: tensor for name, tensor, _ in read_tensors(files.weights)}  # views of the mapped file
-    entries = [Entry(name, tuple(tensors[name].shape), torch.bfloat16) for name, _ in found]
-    write_tensors(aside / "model.safetensors", entries, (tensors[name].bfloat16() for name, _ in found))
+    write_config(aside / "config.json", read_json(files.folder / "config.json"))
+    tensors = dict(sorted((name, tensor.bfloat16()) for name, tensor, _ in read_checkpoint(files)))
+    entries = [Entry(name, tuple(tensor.shape), torch.bfloat16) for name, tensor in tensors.items()]
+    write_tensors(aside / "model.safetensors", entries, tensors.values())
     aside.rename(into)
     return into
+
+
+def of_shape(model: str, folder: Path) -> str:
+    """Of a dummy, which llama.cpp cannot read, a GGUF file with random weights; any other model, and a dummy that fits
+    no blocks, as it is."""
+    from minivllm.loading.sources import DUMMY_PREFIX
+
+    if not model.startswith(DUMMY_PREFIX):
+        return model
+    shape = model.removeprefix(DUMMY_PREFIX)
+    if not fits(shape):
+        return model
+    path = (folder / f"{shape}.gguf").absolute()
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_gguf(shape, aside := path.with_suffix(".part"))
+        aside.rename(path)
+    return str(path)
 
 
 def write_config(path: Path, config: dict) -> None:
@@ -173,7 +192,10 @@ def write_config(path: Path, config: dict) -> None:
 
 
 def gguf_file(model: str) -> Path:
-    """The GGUF file that llama.cpp loads: the one that the model was fetched as. Raises ModelError, StopIteration."""
+    """The GGUF file that llama.cpp loads: the model itself, or the one that it was fetched as. Raises ModelError,
+    StopIteration."""
+    if Path(model).suffix == ".gguf":
+        return Path(model).absolute()
     from minivllm.loading import resolve
     from minivllm.loading.cache import Cache
     from minivllm.loading.sources import ALIASES
@@ -185,8 +207,6 @@ def gguf_file(model: str) -> Path:
 
 
 def main() -> None:
-    from minivllm.config import DEFAULT_MODEL
-
     args = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     args.add_argument("--into", type=Path, default=FOLDER)
     args.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS))
@@ -198,7 +218,7 @@ def main() -> None:
         except NotInstalled as e:
             print(f"{name}: left out, {e}", flush=True)
     print(f"model: {export_model(DEFAULT_MODEL, args.into)}")
-    print("now: python -m bench.peers --quick")
+    print("now: python -m bench peers --quick")
 
 
 if __name__ == "__main__":

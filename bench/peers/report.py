@@ -1,13 +1,13 @@
-"""The table and the plot of a run of bench.peers, from its JSON.
+"""How does a run of bench.peers look as a table and as a plot?
 
-python -m bench.peers.report bench/results/peers.json
+python -m bench peers.report bench/results/peers.json
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,8 +186,10 @@ def write(record: Mapping[str, Any], path: Path) -> list[Path]:
 
 
 def main() -> None:
-    for name in sys.argv[1:]:
-        for written in write(json.loads(Path(name).read_text()), Path(name)):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json", help="of bench.peers")
+    for path in parser.parse_args().results:
+        for written in write(json.loads(path.read_text()), path):
             print(written)
 
 

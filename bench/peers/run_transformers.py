@@ -21,7 +21,8 @@ class Transformers:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(job["threads"])
-        self.model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16, **job["options"]).eval()
+        options = {"dtype": torch.bfloat16, **job["options"]}
+        self.model = AutoModelForCausalLM.from_pretrained(job["model"], trust_remote_code=False, **options).eval()
         self.model.generation_config.eos_token_id = None  # ignore_eos
         self.settings = {"attention": self.model.config._attn_implementation}
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from chapters.ch02_kv_cache.solution import KVCache
-from chapters.harness import main, milliseconds, note, switches
+from chapters.harness import in_time, main, milliseconds, note, switches
 from chapters.lab import OneRequest
 from minivllm import LLM, SamplingParams
 from minivllm.attention.base import KVSpec
@@ -137,10 +137,10 @@ def check(results: dict[str, Any]) -> None:
     """What the text claims, true on any machine."""
     first, last = results["rows"][0], results["rows"][-1]
     assert results["generate"]["equal"], "a cache changed the output"
-    assert last["without"]["min"] > 2 * first["without"]["min"], "recomputing more tokens takes no longer"
-    assert last["with"]["min"] < last["without"]["min"], "the cache does not help at the longest context"
-    assert last["with"]["min"] < 2 * first["with"]["min"], "with a cache a token's price is not nearly flat"
-    assert last["ratio"] > first["ratio"], "the cache's gain does not grow with the context"
+    in_time(last["without"]["min"] > 2 * first["without"]["min"], "recomputing more tokens takes no longer")
+    in_time(last["with"]["min"] < last["without"]["min"], "the cache does not help at the longest context")
+    in_time(last["with"]["min"] < 2 * first["with"]["min"], "with a cache a token's price is not nearly flat")
+    in_time(last["ratio"] > first["ratio"], "the cache's gain does not grow with the context")
     fed = results["generate"]["tokens_fed"]
     assert fed["with"] < fed["without"]
     kept = results["memory"]["bytes_per_token"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chapters.ch04_choosing_a_token.solution import sample_top_p
-from chapters.harness import main, milliseconds, note, with_three_digits
+from chapters.harness import in_time, main, milliseconds, note, with_three_digits
 from chapters.lab import all_logits
 from minivllm import LLM, SamplingParams
 from minivllm.config import DEFAULT_MODEL
@@ -201,8 +201,8 @@ def check(results: dict[str, Any]) -> None:
     assert results["draws"]["chi_square"] < 37 and results["draws"]["outside"] == 0, "the draws are not fair"
     assert results["stories"]["num_different"] > 2, "seeds change nothing"
     assert results["stories"]["same_in_a_batch"], "a neighbour changed a draw"
-    assert results["costs"]["greedy"]["min"] < results["costs"]["top-p, a draw"]["min"]
-    assert results["sorting_ratio"] > 1.5, "sorting the vocabulary is no dearer"
+    in_time(results["costs"]["greedy"]["min"] < results["costs"]["top-p, a draw"]["min"], "a draw costs nothing")
+    in_time(results["sorting_ratio"] > 1.5, "sorting the vocabulary is no dearer")
 
 
 def tell(results: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The tests of chapter 4's exercise: what is kept against the engine's slow twin, and what is drawn by a chi-square."""
+"""The tests of chapter 4's exercise: what is kept by the engine's slow reference, what is drawn by a chi-square."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_token_that_crosses_the_line_is_the_last_one_kept():
     assert kept(PROBS, 1.0) == set(range(8))
 
 
-def test_what_is_kept_is_what_the_slow_twin_keeps():
+def test_what_is_kept_is_what_the_slow_reference_keeps():
     generator = torch.Generator().manual_seed(0)
     for top_p in (0.1, 0.5, 0.9, 0.99):
         row = torch.randn(40, generator=generator).mul(2).softmax(-1)

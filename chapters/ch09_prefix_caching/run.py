@@ -9,7 +9,7 @@ import torch
 
 from bench.common import spread
 from chapters.crowd import Guest, House, Run, random_tokens
-from chapters.harness import main, note
+from chapters.harness import in_time, main, note
 from minivllm.config import DEFAULT_MODEL
 from minivllm.features import KEY_HASHES
 from minivllm.kv.manager import PagedKVManager
@@ -158,9 +158,9 @@ def check(results: dict[str, Any]) -> None:
     for row in rows:
         assert row["cached"] == min(row["shared"], length - 1) // size * size, "not the whole blocks of what is shared"
     none, most = rows[0], rows[-1]
-    assert most["hash"]["min"] < most["none"]["min"] / 2, "a cached prompt is no faster"
-    assert most["hash"]["min"] < none["hash"]["min"] / 2, "sharing more is no faster"
-    assert results["hashing_ms"]["sha256_cbor"] < 0.05 * none["none"]["min"], "keys cost more than they can save"
+    in_time(most["hash"]["min"] < most["none"]["min"] / 2, "a cached prompt is no faster")
+    in_time(most["hash"]["min"] < none["hash"]["min"] / 2, "sharing more is no faster")
+    in_time(results["hashing_ms"]["sha256_cbor"] < 0.05 * none["none"]["min"], "keys cost more than they can save")
     moments = results["ten_blocks"]
     assert [m["table"] for m in moments if m["table"]] == [
         [0, 1, 2, 3],

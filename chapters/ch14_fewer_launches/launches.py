@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chapters.ch14_fewer_launches.stage import Forward, Stage, called, compiled, eager, in_pieces, in_whole
+from chapters.ch14_fewer_launches.stage import Forward, Stage, compiled, eager, in_pieces, in_whole
 from minivllm.compile.breaks import Break
 from minivllm.compile.graphs import Exact, Interrupt, RecordedCalls, Recording
 from minivllm.compile.program import Piece
@@ -116,10 +116,10 @@ def counted_stage(model: nn.Module, launches: Launches, attention: str = "auto",
 
 
 def counted_fused(model: nn.Module, launches: Launches) -> Forward:
-    run = FusedModel(model)
+    fused = FusedModel(model)
     for name in ("embed", "rotate", "gate", "add_norm", "decode"):
-        setattr(run.kernels, name, launches.one(getattr(run.kernels, name)))
-    return called(run)
+        setattr(fused.kernels, name, launches.one(getattr(fused.kernels, name)))
+    return fused.run
 
 
 def asked_for(dense: nn.Module, packed: nn.Module, cache: Path) -> tuple[dict[str, dict[str, int]], Pieces]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minivllm.attention.base import KVSpec
 from minivllm.attention.select import choose
+from minivllm.batch import InputBatch, InputSizes
 from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.compile.graphs import Captures, Exact, Recorder
 from minivllm.config import DEFAULT_MODEL
@@ -20,12 +21,10 @@ from minivllm.features import ATTENTION
 from minivllm.loading.load import load
 from minivllm.loading.sources import resolve
 from minivllm.models.spec import ModelSpec
-from minivllm.runner.batch import InputBatch
-from minivllm.runner.forward import EagerForward, ForwardOptions, device_inputs
+from minivllm.runner.forward import EagerForward, ForwardOptions
 from minivllm.runner.forward_fused import FusedModel
 from minivllm.runner.forward_graphs import FullForward, StaticAttention
 from minivllm.runner.forward_piecewise import PiecewiseForward
-from minivllm.runner.inputs import InputSizes
 
 CPU = torch.device("cpu")
 MOST = 512  # tokens of a step
@@ -114,11 +113,7 @@ def compiled(model: nn.Module, cache: Path, shapes: Exact) -> Forward:
 
 
 def fused(model: nn.Module) -> Forward:
-    return called(FusedModel(model))
-
-
-def called(run: Callable[[Tensor, Tensor], Tensor]) -> Forward:
-    return lambda batch: run(*device_inputs(batch, CPU))
+    return FusedModel(model).run
 
 
 def in_pieces(model: nn.Module, size: int, recorder: Recorder) -> Forward:

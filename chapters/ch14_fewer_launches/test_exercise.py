@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from minivllm.attention.base import KVSpec
 from minivllm.attention.reference import ReferenceAttention
+from minivllm.batch import InputBatch
 from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.loading.load import load_model
-from minivllm.runner.batch import InputBatch
 
 SIZE, MAX_BLOCKS, NUM_BLOCKS = 4, 4, 50  # of a block; of a table; of the pool without the spare one
 SPARE = NUM_BLOCKS
@@ -128,7 +128,7 @@ def forward(model: nn.Module, caches: list[Tensor], step: Decodes) -> Tensor:
     )
     attention = attention_of(model)
     with forward_context(ForwardContext(attention, attention.prepare(batch), caches, model.attention_layers)):
-        return model(torch.from_numpy(batch.token_ids), torch.from_numpy(batch.positions))
+        return model(model.embed(torch.from_numpy(batch.token_ids)), torch.from_numpy(batch.positions))
 
 
 def serve(model: nn.Module, sizes: Sequence[int]) -> tuple[list[list[int]], list[Tensor]]:

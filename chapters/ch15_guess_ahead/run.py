@@ -15,7 +15,7 @@ import torch
 from bench.common import spread
 from chapters.ch15_guess_ahead.texts import TEXTS, Messages
 from chapters.crowd import EXACT
-from chapters.harness import main, note
+from chapters.harness import in_time, main, note
 from minivllm import LLM, SamplingParams
 from minivllm.config import DEFAULT_MODEL
 from minivllm.plan import StepOutput, StepPlan
@@ -221,7 +221,8 @@ def fairness(num_draws: int) -> dict[str, Any]:
 
 
 def measure(smoke: bool) -> dict[str, Any]:
-    num_new, rounds, sizes = (SMOKE_NEW, 1, SMOKE_CROWDS) if smoke else (NUM_NEW, 2, CROWDS)
+    # Of one round a neighbour's burst of work can be the whole; of three the median holds.
+    num_new, rounds, sizes = (SMOKE_NEW, 3, SMOKE_CROWDS) if smoke else (NUM_NEW, 2, CROWDS)
     memory = f"{MIB_EACH * sizes[-1]}MiB"
     note("  loading engines")
     none, always, adaptive = (Engine(*how, memory) for how in (("none", False), ("ngram", False), ("ngram", True)))
@@ -267,14 +268,16 @@ def check(results: dict[str, Any]) -> None:
     assert all(row["equal"] for row in rows), "a guess changed the output"
     given = {name: row["always"]["tokens_a_step"] for name, row in texts.items()}
     assert given["records"] > 2, "guessing does not help to copy"
-    assert texts["records"]["always"]["speed_up"]["median"] > 1, "a step with guesses takes as much longer as it gives"
+    in_time(
+        texts["records"]["always"]["speed_up"]["median"] > 1, "a step with guesses takes as much longer as it gives"
+    )
     assert given["story"] < 0.6 * given["records"], "the look-up knows what nobody has written yet"
     heat = [row["accepted_percent"] for row in results["sampled"]]
     assert heat[0] > heat[-1], "drawn tokens are guessed as well as likely ones"
     assert who["itself"]["accepted_percent"] > 80 > who["layers"]["accepted_percent"], "the model does not know itself"
     assert who["itself"]["passes_a_token"] >= 0.99, "the model guesses for itself with fewer passes than it writes"
     first, last = crowds[0], crowds[-1]
-    assert last["always"]["speed_up"]["median"] < first["always"]["speed_up"]["median"], "a full step has room too"
+    in_time(last["always"]["speed_up"]["median"] < first["always"]["speed_up"]["median"], "a full step has room too")
     assert last["adaptive"]["guessed_a_step"] < last["always"]["guessed_a_step"], "the throttle lets everything through"
     assert last["adaptive"]["guessed_a_step"] < first["adaptive"]["guessed_a_step"], "the throttle sees no company"
     # Chi-square with 5 degrees of freedom is above 36 once in a million draws of this many.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,7 +15,7 @@ from chapters.crowd import Guest
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build_kv, build_scheduler
 from minivllm.engine.core import EngineCore
-from minivllm.plan import StepOutput, StepPlan
+from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 from minivllm.request import EngineRequest, SamplingParams
 from minivllm.scheduler.base import Limits
 
@@ -49,11 +48,10 @@ class NoModel:
     def __init__(self, num_prompt: dict[str, int]):
         self.num_prompt = num_prompt
 
-    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+    def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         ends = {name: plan.start[name] + now for name, now in plan.num_tokens.items()}
-        done: Future[StepOutput] = Future()
-        done.set_result(StepOutput({name: [5] for name, end in ends.items() if end >= self.num_prompt[name]}))
-        return done
+        out = StepOutput({name: [5] for name, end in ends.items() if end >= self.num_prompt[name]})
+        return AsyncOutput.ready(out)
 
     def shutdown(self) -> None: ...
 

@@ -59,9 +59,17 @@ inline float quantise(const char* from, Kind kind, int size, int8_t* to) {
   return largest / LIMIT * UNIT + sum;
 }
 
+// One head to the nearest float16.
+void round_to_float16(const char* from, Kind kind, int size, int8_t* to) {
+  int d = 0;
+  if (kind == F32)
+    for (; d + LANES <= size; d += LANES) store(to + d * 2, to_float16(load<Floats>(from + d * 4)));
+  for (; d < size; d++) store(to + d * 2, to_float16(to_float(kind, from + d * item_size(kind))));
+}
+
 // K and V of `count` tokens from `token` on, whose slots follow each other in one page. Word by word, so that what is
 // written lies together: a token by itself would touch a line of the cache for each of its words.
-void write_run(const Call& call, int token, int count, int head, std::vector<int8_t>& quantised) {
+void write_run(const Call& call, int token, int count, int head, std::vector<int8_t>& converted) {
   const Layout& layout = call.plan.layout;
   const int64_t slot = call.plan.slots[token];
   const int offset = slot % layout.block_size, size = layout.head_size, bytes = size * item_size(layout.kv);
@@ -70,15 +78,20 @@ void write_run(const Call& call, int token, int count, int head, std::vector<int
   const char* v = call.input(call.tensors.v, call.tensors.v_stride, token, head);
   size_t k_stride = call.tensors.k_stride * item_size(call.kind());  // bytes between two tokens
   size_t v_stride = call.tensors.v_stride * item_size(call.kind());
-  if (in_codes(layout.kv)) {
+  if (layout.kv != call.kind()) {
     const auto encode = layout.kv == I8 ? quantise<I8> : quantise<E4M3>;
-    quantised.resize(size_t(count) * 2 * size);
+    converted.resize(size_t(count) * 2 * bytes);
     for (int t = 0; t < count; t++) {
-      int8_t* to = quantised.data() + size_t(t) * 2 * size;
-      store(page + layout.k_scales_at + (offset + t) * 4, encode(k + t * k_stride, call.kind(), size, to));
-      store(page + layout.v_scales_at + (offset + t) * 4, encode(v + t * v_stride, call.kind(), size, to + size));
+      int8_t* to = converted.data() + size_t(t) * 2 * bytes;
+      if (is_quantised(layout.kv)) {
+        store(page + layout.k_scales_at + (offset + t) * 4, encode(k + t * k_stride, call.kind(), size, to));
+        store(page + layout.v_scales_at + (offset + t) * 4, encode(v + t * v_stride, call.kind(), size, to + bytes));
+      } else {
+        round_to_float16(k + t * k_stride, call.kind(), size, to);
+        round_to_float16(v + t * v_stride, call.kind(), size, to + bytes);
+      }
     }
-    k = (const char*)quantised.data(), v = k + size, k_stride = v_stride = 2 * size;
+    k = (const char*)converted.data(), v = k + bytes, k_stride = v_stride = 2 * bytes;
   }
   char* column = page + offset * 4;
   const int whole = bytes / 4;
@@ -110,10 +123,10 @@ void write_run(const Call& call, int token, int count, int head, std::vector<int
 
 void write_runs(void* data) {
   Call& call = *(Call*)data;
-  std::vector<int8_t> quantised;
+  std::vector<int8_t> converted;
   const int heads = call.plan.layout.kv_heads, num_items = int(call.plan.runs.size()) * heads;
   for (int i; (i = call.next++) < num_items;)
-    write_run(call, call.plan.runs[i / heads].first, call.plan.runs[i / heads].second, i % heads, quantised);
+    write_run(call, call.plan.runs[i / heads].first, call.plan.runs[i / heads].second, i % heads, converted);
 }
 
 // ---- attending
@@ -122,8 +135,9 @@ void write_runs(void* data) {
 struct Scratch {
   std::vector<float> scores, query, weights, mean;
   std::vector<float> peak, sum, base, shrink;  // of the softmax: [rows], whole vectors
+  std::vector<float> pieces;  // results of a tile's pieces, as they lie in Plan::partials
   std::vector<uint32_t> packed;  // K of a chunk, if pages are too narrow to be read as they lie
-  std::vector<int8_t> quantised;
+  std::vector<int8_t> converted;
   float k_scales[CHUNK], v_scales[CHUNK];
   Segment segments[CHUNK];
   const uint32_t* keys[CHUNK / LANES];
@@ -163,12 +177,12 @@ void load_queries(const Call& call, const Tile& tile, int head, Scratch& scratch
   }
 }
 
-// The keys from `begin` on that fit a chunk: where they lie, and vectors of their words.
+// Keys begin : end, of which a chunk has room for all: where they lie, and vectors of their words.
 template <Kind K>
-Chunk find_keys(const Call& call, const Tile& tile, int head, int begin, Scratch& scratch) {
+Chunk find_keys(const Call& call, const Tile& tile, int head, int begin, int end, Scratch& scratch) {
   const Layout& layout = call.plan.layout;
   const int* table = call.plan.block_tables.data() + size_t(tile.request) * call.plan.table_width;
-  const int end = std::min(begin + CHUNK, tile.key_end), size = layout.block_size;
+  const int size = layout.block_size;
   const int row_bytes = layout.pairs ? layout.head_size * 2 : layout.head_size * item_size(K);
   Chunk chunk{begin, end - begin, 0, (end - begin + LANES - 1) / LANES, size_t(layout.direct ? size : CHUNK)};
   int vector = 0;
@@ -181,7 +195,7 @@ Chunk find_keys(const Call& call, const Tile& tile, int head, int begin, Scratch
     else
       for (int w = 0; w < layout.words; w++)
         std::memcpy(&scratch.packed[w * CHUNK + at - begin], page + (size_t(w) * size + offset) * 4, count * 4);
-    if constexpr (in_codes(K)) {
+    if constexpr (is_quantised(K)) {
       std::memcpy(scratch.k_scales + at - begin, page + layout.k_scales_at + offset * 4, count * 4);
       std::memcpy(scratch.v_scales + at - begin, page + layout.v_scales_at + offset * 4, count * 4);
     }
@@ -192,11 +206,14 @@ Chunk find_keys(const Call& call, const Tile& tile, int head, int begin, Scratch
   return chunk;
 }
 
+int position_of(const Call& call, const Tile& tile, int m) {
+  return call.plan.seq_lens[tile.request] - call.plan.num_queries(tile.request) + tile.first_query +
+         m / call.view.heads_per_kv;
+}
+
 // The keys of the chunk that row m sees: first : last, counted from the chunk's first.
 std::pair<int, int> seen(const Call& call, const Tile& tile, const Chunk& chunk, int m) {
-  const int window = call.view.spec.window;
-  const int position = call.plan.seq_lens[tile.request] - call.plan.num_queries(tile.request) + tile.first_query +
-                       m / call.view.heads_per_kv;
+  const int window = call.view.spec.window, position = position_of(call, tile, m);
   return {std::max(tile.key_begin, window ? position - window + 1 : 0) - chunk.begin,
           std::min(position + 1, tile.key_end) - chunk.begin};
 }
@@ -204,11 +221,11 @@ std::pair<int, int> seen(const Call& call, const Tile& tile, const Chunk& chunk,
 // Scores become weights relative to each row's new peak; sums and means so far shrink to it. In four loops over the
 // rows: while one row waits for its peak or its power of two, the processor goes on with another.
 template <Kind K, bool PAIRS>
-void soften(const Call& call, const Tile& tile, const Chunk& chunk, int rows, Scratch& scratch) {
+void soften(const Call& call, const Tile& tile, int head, const Chunk& chunk, int rows, Scratch& scratch) {
   const minivllm_view& spec = call.view.spec;
   const float none = -std::numeric_limits<float>::infinity();
   const int num_vectors = chunk.num_vectors;
-  const bool by_key = in_codes(K) || spec.soft_cap;  // scores are exponents of 2 already when their peak is looked for
+  const bool by_key = is_quantised(K) || spec.soft_cap || spec.slopes;  // scores are exponents of 2 already when their peak is looked for
   const float unit = by_key ? 1 : spec.scale * LOG2E;
   Ints lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -217,10 +234,13 @@ void soften(const Call& call, const Tile& tile, const Chunk& chunk, int rows, Sc
     const auto [first, last] = seen(call, tile, chunk, m);
     if (by_key) {
       const float scale = spec.soft_cap ? spec.scale / spec.soft_cap : spec.scale * LOG2E;
+      const int group = call.view.heads_per_kv, behind = chunk.begin - position_of(call, tile, m);
+      const float slope = spec.slopes ? spec.slopes[head * group + m % group] * LOG2E : 0;
       for (int j = 0; j < num_vectors; j++) {
         Floats x = load<Floats>(scores + j * LANES) * scale;
-        if constexpr (in_codes(K)) x *= load<Floats>(scratch.k_scales + j * LANES);
+        if constexpr (is_quantised(K)) x *= load<Floats>(scratch.k_scales + j * LANES);
         if (spec.soft_cap) x = tanh_of(x) * (spec.soft_cap * LOG2E);
+        if (spec.slopes) x += __builtin_convertvector(lane + (j * LANES + behind), Floats) * slope;
         store(scores + j * LANES, x);
       }
     }
@@ -259,7 +279,7 @@ void soften(const Call& call, const Tile& tile, const Chunk& chunk, int rows, Sc
     for (int j = 0; j < num_vectors; j++) {
       Floats p = exp2_of_negative(load<Floats>(scores + j * LANES) * unit - base);
       sum += p;
-      if constexpr (in_codes(K)) {
+      if constexpr (is_quantised(K)) {
         const Ints at = lane + j * LANES;  // the scale of a slot that nobody wrote may be NaN
         p = (at >= first) & (at < last) ? p * load<Floats>(scratch.v_scales + j * LANES) : Floats{};
       }
@@ -306,27 +326,21 @@ void write_output(const Call& call, const Tile& tile, int head, const float* mea
   }
 }
 
-// Leaves a piece's result in its slot; the last piece of a group merges them all.
-void merge(const Call& call, const Tile& tile, int head, Scratch& scratch) {
-  const Layout& layout = call.plan.layout;
-  const int rows = tile.num_queries * call.view.heads_per_kv, stride = layout.padded_head();
-  const int slot_floats = call.plan.slot_floats(call.view);
-  auto slot = [&](int index) { return call.plan.partials.get() + size_t(index) * slot_floats; };
-  float* mine = slot(tile.slot + head);
-  std::copy_n(scratch.peak.data(), rows, mine);
-  std::copy_n(scratch.sum.data(), rows, mine + rows);
-  std::copy_n(scratch.mean.data(), rows * stride, mine + 2 * rows);
-  const Group& group = call.view.groups[tile.group];
-  std::atomic<int>& done = call.view.done[tile.group * layout.kv_heads + head];
-  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < group.num_pieces) return;
-  done.store(0, std::memory_order_relaxed);  // for the next layer
+void keep_piece(const Scratch& scratch, int rows, int stride, float* to) {
+  std::copy_n(scratch.peak.data(), rows, to);
+  std::copy_n(scratch.sum.data(), rows, to + rows);
+  std::copy_n(scratch.mean.data(), rows * stride, to + 2 * rows);
+}
+
+// Mean and sum of all pieces: piece(p) is what keep_piece left. One in which a row sees nothing changes no bit of it.
+template <typename Piece>
+void merge_pieces(int num_pieces, const Piece& piece, int rows, int stride, Scratch& scratch) {
   for (int m = 0; m < rows; m++) {
-    auto piece = [&](int p) { return slot(group.first_slot + p * layout.kv_heads + head); };
     float peak = -std::numeric_limits<float>::infinity(), sum = 0;
-    for (int p = 0; p < group.num_pieces; p++) peak = std::max(peak, piece(p)[m]);
+    for (int p = 0; p < num_pieces; p++) peak = std::max(peak, piece(p)[m]);
     float* mean = scratch.mean.data() + m * stride;
     std::fill_n(mean, stride, 0.0f);
-    for (int p = 0; p < group.num_pieces; p++) {
+    for (int p = 0; p < num_pieces; p++) {
       const float* part = piece(p);
       const float weight = std::exp2(part[m] - peak);
       sum += part[rows + m] * weight;
@@ -334,25 +348,42 @@ void merge(const Call& call, const Tile& tile, int head, Scratch& scratch) {
     }
     scratch.sum[m] = sum;
   }
+}
+
+// Leaves a piece's result in its slot; the last piece of a group merges them all.
+void merge(const Call& call, const Tile& tile, int head, Scratch& scratch) {
+  const Layout& layout = call.plan.layout;
+  const int rows = tile.num_queries * call.view.heads_per_kv, stride = layout.padded_head();
+  const int slot_floats = call.plan.slot_floats(call.view);
+  auto slot = [&](int index) { return call.plan.partials.get() + size_t(index) * slot_floats; };
+  keep_piece(scratch, rows, stride, slot(tile.slot + head));
+  const Group& group = call.view.groups[tile.group];
+  std::atomic<int>& done = call.view.done[tile.group * layout.kv_heads + head];
+  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < group.num_pieces) return;
+  done.store(0, std::memory_order_relaxed);  // for the next layer
+  auto piece = [&](int p) { return slot(group.first_slot + p * layout.kv_heads + head); };
+  merge_pieces(group.num_pieces, piece, rows, stride, scratch);
   write_output(call, tile, head, scratch.mean.data(), scratch.sum.data());
 }
 
 // The matrix unit's turn, if there is one and this shape fits it.
 template <Kind K, bool PAIRS>
-bool by_matrix([[maybe_unused]] const Layout& layout, [[maybe_unused]] int rows) {
+bool by_matrix([[maybe_unused]] const Call& call, [[maybe_unused]] int rows) {
 #ifdef MINIVLLM_AMX_BF16
+  const Layout& layout = call.plan.layout;
   if constexpr (K == BF16 && PAIRS)
-    return rows >= AMX_ROWS && layout.direct && layout.head_size % 32 == 0 && amx_allowed();
+    return rows >= AMX_ROWS && !call.view.spec.row_wise && layout.direct && layout.head_size % 32 == 0 && amx_allowed();
 #endif
   return false;
 }
 
 template <Kind K, bool PAIRS>
-void multiply_keys(const Layout& layout, const Chunk& chunk, int rows, Scratch& scratch) {
+void multiply_keys(const Call& call, const Chunk& chunk, int rows, Scratch& scratch) {
+  const Layout& layout = call.plan.layout;
   const auto* query = (const Query<K>*)scratch.query.data();
 #ifdef MINIVLLM_AMX_BF16
   if constexpr (K == BF16 && PAIRS)
-    if (by_matrix<K, PAIRS>(layout, rows))
+    if (by_matrix<K, PAIRS>(call, rows))
       return amx_scores_of(scratch.keys, chunk.num_vectors, chunk.stride, query, layout.words, rows,
                            scratch.scores.data());
 #endif
@@ -361,11 +392,12 @@ void multiply_keys(const Layout& layout, const Chunk& chunk, int rows, Scratch& 
 }
 
 template <Kind K, bool PAIRS>
-void multiply_values(const Layout& layout, const Chunk& chunk, int rows, Scratch& scratch) {
+void multiply_values(const Call& call, const Chunk& chunk, int rows, Scratch& scratch) {
+  const Layout& layout = call.plan.layout;
   const auto* weights = (const Weight<K, PAIRS>*)scratch.weights.data();
 #ifdef MINIVLLM_AMX_BF16
   if constexpr (K == BF16 && PAIRS)
-    if (by_matrix<K, PAIRS>(layout, rows)) {
+    if (by_matrix<K, PAIRS>(call, rows)) {
       const int terms = layout.block_size % 32 == 0 && chunk.begin % 32 == 0 ? 16 : 8;
       return amx_add_means(scratch.segments, chunk.num_segments, layout.head_size, terms, rows, weights,
                            scratch.mean.data(), layout.padded_head());
@@ -381,22 +413,31 @@ void attend_tile(const Call& call, const Tile& tile, int head, Scratch& scratch)
   const int group = call.view.heads_per_kv, rows = tile.num_queries * group;
   const int queries = call.plan.num_queries(tile.request), seq_len = call.plan.seq_lens[tile.request];
   if (queries == 1 && tile.key_end == seq_len)
-    write_run(call, call.plan.query_start[tile.request], 1, head, scratch.quantised);
+    write_run(call, call.plan.query_start[tile.request], 1, head, scratch.converted);
   load_queries<K>(call, tile, head, scratch);
-  std::fill_n(scratch.mean.data(), rows * layout.padded_head(), 0.0f);
-  std::fill_n(scratch.peak.data(), rows, -std::numeric_limits<float>::infinity());
-  std::fill_n(scratch.sum.data(), rows, 0.0f);
-  const int grain = layout.direct ? 16 : layout.block_size;  // a read starts where vectors of a page do
-  for (int at = tile.key_begin / grain * grain; at < tile.key_end; at += CHUNK) {
-    const Chunk chunk = find_keys<K>(call, tile, head, at, scratch);
-    multiply_keys<K, PAIRS>(layout, chunk, rows, scratch);
-    soften<K, PAIRS>(call, tile, chunk, rows, scratch);
-    multiply_values<K, PAIRS>(layout, chunk, rows, scratch);
+  // Chunks and pieces end at absolute positions, whatever the tile: a query's bits are the same in a prompt, in a part of
+  // it and alone.
+  const int stride = layout.padded_head(), size = rows * (stride + 2);
+  const int first = tile.key_begin / SPLIT, last = (tile.key_end - 1) / SPLIT;  // one and the same in a group
+  scratch.pieces.resize(last > first ? size_t(last - first + 1) * size : 0);
+  for (int p = first; p <= last; p++) {
+    std::fill_n(scratch.mean.data(), rows * stride, 0.0f);
+    std::fill_n(scratch.peak.data(), rows, -std::numeric_limits<float>::infinity());
+    std::fill_n(scratch.sum.data(), rows, 0.0f);
+    const int begin = std::max(tile.key_begin, p * SPLIT) / 16 * 16;  // a read starts where vectors of a page do
+    for (int at = begin, end; at < std::min(tile.key_end, (p + 1) * SPLIT); at = end) {
+      end = std::min(tile.key_end, (at / CHUNK + 1) * CHUNK);
+      const Chunk chunk = find_keys<K>(call, tile, head, at, end, scratch);
+      multiply_keys<K, PAIRS>(call, chunk, rows, scratch);
+      soften<K, PAIRS>(call, tile, head, chunk, rows, scratch);
+      multiply_values<K, PAIRS>(call, chunk, rows, scratch);
+    }
+    if (last > first) keep_piece(scratch, rows, stride, &scratch.pieces[size_t(p - first) * size]);
   }
-  if (tile.group >= 0)
-    merge(call, tile, head, scratch);
-  else
-    write_output(call, tile, head, scratch.mean.data(), scratch.sum.data());
+  if (tile.group >= 0) return merge(call, tile, head, scratch);
+  auto piece = [&](int p) { return &scratch.pieces[size_t(p) * size]; };
+  if (last > first) merge_pieces(last - first + 1, piece, rows, stride, scratch);
+  write_output(call, tile, head, scratch.mean.data(), scratch.sum.data());
 }
 
 template <Kind K, bool PAIRS>
@@ -444,7 +485,7 @@ void minivllm_attend(void* plan_, int view, const minivllm_tensors* tensors, min
   Plan& plan = *(Plan*)plan_;
   Call call{plan, plan.views[view], *tensors};
   // Below this, waking the other threads takes longer than the work.
-  const bool alone = parallel == nullptr || num_threads == 1 || call.view.work < 4096;
+  const bool alone = parallel == nullptr || num_threads == 1 || call.view.work < 1024;
   auto run = [&](Work work) {
     call.next = 0;
     if (alone)

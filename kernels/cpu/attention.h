@@ -10,9 +10,11 @@ struct minivllm_view {  // one kind of layer
   int32_t window;  // a query at position p sees keys p - window + 1 .. p; 0: all up to p
   float scale;
   float soft_cap;  // 0: none
+  int32_t row_wise = 0;  // 1: the bits of a query's result may not depend on how many are computed beside it
+  const float* slopes = nullptr;  // [num_heads], or null: slope * (key - query) is added to scores (ALiBi)
 };
 
-struct minivllm_batch {  // runner/batch.py's InputBatch
+struct minivllm_batch {  // batch.py's InputBatch
   const int32_t* query_start;   // [num_requests + 1]
   const int32_t* seq_lens;      // [num_requests]
   const int32_t* block_tables;  // [num_requests][table_width]
@@ -31,8 +33,8 @@ struct minivllm_tensors {
 // parallel: the OpenMP runtime's GOMP_parallel, the one that torch uses; null: everything in the calling thread.
 typedef void (*minivllm_parallel)(void (*work)(void*), void* data, unsigned num_threads, unsigned flags);
 
-// Kinds: 0 float32, 1 float16, 2 bfloat16, 3 int8 and 4 e4m3 with a scale per token and head (of the cache only; the other kinds
-// are for inputs of the same kind).
+// Kinds: 0 float32, 1 float16, 2 bfloat16, 3 int8 and 4 e4m3 with a scale per token and head (these two of the cache only).
+// A cache in float32 or bfloat16 is for inputs of its kind, the others for any.
 void* minivllm_layout(int kv_heads, int head_size, int block_size, int kv_kind);
 void minivllm_layout_free(void* layout);
 int64_t minivllm_page_bytes(const void* layout);  // K and V of one block and one KV head

@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+from minivllm import machine
 from minivllm.errors import ModelError
 from minivllm.kernels.report import COMPILERS
 
@@ -33,16 +34,17 @@ class Unbuildable(Exception):
 
 
 @functools.cache
-def library(name: str = "attention") -> ctypes.CDLL:
-    """<name>.cpp, loaded; compiled before if this is the first use on this machine. Raises Unbuildable."""
+def library(name: str = "attention", kind: str = "") -> ctypes.CDLL:
+    """<name>.cpp, loaded; compiled before if this is the first use on this machine. kind: of those sources of which
+    each kind is a library of its own, what MINIVLLM_KIND is defined as. Raises Unbuildable."""
     try:
-        return ctypes.CDLL(str(path(name)))
+        return ctypes.CDLL(str(path(name, kind)))
     except OSError as e:
         raise Unbuildable(f"the compiled kernels do not load: {e}") from e
 
 
 @functools.cache
-def obstacle(name: str = "attention") -> str | None:
+def unsupported_reason(name: str = "attention") -> str | None:
     """Why library(name) fails, or None. Compiles, and keeps a failure: nothing is tried twice in a process."""
     try:
         library(name)
@@ -58,7 +60,7 @@ def isa() -> str:
     return name().decode()
 
 
-def path(name: str) -> Path:
+def path(name: str, kind: str = "") -> Path:
     """The shared library, compiled if need be."""
     from minivllm.loading.cache import Cache, default_cache_dir
 
@@ -66,11 +68,11 @@ def path(name: str) -> Path:
     if compiler is None:
         raise Unbuildable(f"no C++ compiler on the PATH (looked for {', '.join(COMPILERS)})")
     cache = Cache(default_cache_dir() / "kernels")
+    entry = "-".join(filter(None, ("cpu", name, kind, key(compiler, name))))
     try:
-        folder = cache.entry(f"cpu-{name}-{key(compiler, name)}", lambda folder: compile_into(folder, compiler, name))
+        return cache.sealed_entry(entry, f"{name}.so", lambda folder: compile_into(folder, compiler, name, kind))
     except ModelError as e:
         raise Unbuildable(str(e)) from e
-    return folder / f"{name}.so"
 
 
 def key(compiler: str, name: str) -> str:
@@ -94,18 +96,23 @@ def processor() -> str:
         return platform.processor()
 
 
-def compile_into(folder: Path, compiler: str, name: str) -> None:
+def compile_into(folder: Path, compiler: str, name: str, kind: str = "") -> None:
     begin = time.perf_counter()
-    print(f"compiling the CPU's {name} kernels with {compiler} (once) ...", end=" ", file=sys.stderr, flush=True)
+    what, defined = (f"{name} {kind}", [f"-DMINIVLLM_KIND={kind}"]) if kind else (name, [])
+    print(f"compiling the CPU's {what} kernels with {compiler} (once) ...", end=" ", file=sys.stderr, flush=True)
+    english = os.environ | {"LC_ALL": "C"}  # what a compiler says is read
     for target in TARGETS:
-        command = [compiler, *FLAGS, *target, str(SOURCES / f"{name}.cpp"), "-o", str(folder / f"{name}.so")]
+        command = [compiler, *FLAGS, *defined, *target, str(SOURCES / f"{name}.cpp"), "-o", str(folder / f"{name}.so")]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_SECONDS, env=english)
         except (OSError, subprocess.TimeoutExpired) as e:
             raise _failed(compiler, str(e)) from e
         if done.returncode == 0:
             print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
             return
+        if (why := machine.full_disk(done.stderr)) is not None:  # with other options it would be no less full
+            print("failed", file=sys.stderr, flush=True)
+            raise Unbuildable(f"a disk is full, so that {compiler} cannot compile the kernels: {why}")
         if target and not _is_unknown(done.stderr):  # slower code: not without a word
             print(f"not for this CPU ({_first_error(done.stderr)}) ...", end=" ", file=sys.stderr, flush=True)
     raise _failed(compiler, done.stderr)
@@ -124,6 +131,12 @@ def _first_error(output: str) -> str:
 def _is_unknown(output: str) -> bool:
     """Whether the compiler only said that it does not know the target's option."""
     return any(word in output for word in ("unrecognized", "unknown", "unsupported", "bad value"))
+
+
+def matrix_struct(*numbers: str) -> type[ctypes.Structure]:
+    """What a library is told of a matrix: where its weight and its bias are, and whole numbers."""
+    fields = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), *((name, ctypes.c_int64) for name in numbers))
+    return type("Matrix", (ctypes.Structure,), {"_fields_": fields})
 
 
 @functools.cache

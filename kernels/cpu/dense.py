@@ -1,7 +1,7 @@
 """Products with a bf16 matrix on the CPU's matrix unit (AMX) or vector unit (AVX-512 BF16): dense_linear.cpp. The
 layout is dense.h's affair.
 
-Its twin, slow and obviously right, is a float64 product.
+Its reference, slow and obviously right, is a float64 product.
 """
 
 from __future__ import annotations
@@ -18,25 +18,20 @@ NAME = "dense_linear"
 STEP = 32  # the number of inputs is a multiple of it
 
 
-class _Matrix(ctypes.Structure):
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "halves")),
-    )
+_Matrix = build.matrix_struct("outputs", "inputs", "halves")
 
 
 @functools.cache
-def obstacle() -> str | None:
+def unsupported_reason() -> str | None:
     """Why the kernels cannot be used here, or None. The first call may compile."""
-    if (why := build.obstacle(NAME)) is not None:
+    if (why := build.unsupported_reason(NAME)) is not None:
         return why
     return None if _library().minivllm_dense_unit() else "this CPU multiplies no bfloat16 (AMX, AVX-512 BF16)"
 
 
 def unit() -> str:
     """What multiplies here."""
-    assert obstacle() is None, obstacle()
+    assert unsupported_reason() is None, unsupported_reason()
     return ("vector unit, AVX-512 BF16", "matrix unit, AMX")[_library().minivllm_dense_unit() - 1]
 
 
@@ -60,7 +55,7 @@ class DenseMatrix:
     traceable = False  # it holds addresses
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, halves: bool = False):
-        assert obstacle() is None, obstacle()
+        assert unsupported_reason() is None, unsupported_reason()
         assert self.fits(weight) and weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
         lib, weight = _library(), weight.contiguous()
         (self.n_out, self.n_in), self.halves = weight.shape, halves
@@ -73,6 +68,10 @@ class DenseMatrix:
         self.data = torch.zeros(lib.minivllm_dense_bytes(self.address), dtype=torch.uint8)
         to = self._matrix.weight = self.data.data_ptr()
         lib.minivllm_dense_pack(self.address, weight.data_ptr(), to, self._parallel, torch.get_num_threads())
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes
 
     @staticmethod
     def fits(weight: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Products with a matrix kept in 4- or 8-bit codes (packed_linear.cpp), for CPUs. The layout is the C++ file's affair.
 
-Its twin, slow and obviously right, is `minivllm.quantization.formats.dequantise` and a float64 product.
+Its reference, slow and obviously right, is `minivllm.quantization.formats.dequantise` and a float64 product.
 """
 
 from __future__ import annotations
@@ -19,17 +19,12 @@ PORTABLE, VNNI = 0, 1
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-class _Matrix(ctypes.Structure):
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "bits")),
-    )
+_Matrix = build.matrix_struct("outputs", "inputs", "bits")
 
 
-def obstacle() -> str | None:
+def unsupported_reason() -> str | None:
     """Why the kernels cannot be used here, or None. The first call may compile."""
-    return build.obstacle(NAME)
+    return build.unsupported_reason(NAME)
 
 
 @functools.cache
@@ -82,6 +77,10 @@ class PackedMatrix:
         weight = torch.empty((self.n_out, self.n_in), dtype=torch.bfloat16)
         _library().minivllm_unpack(self.address, weight.data_ptr(), self._parallel, torch.get_num_threads())
         return weight
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, path: int | None = None) -> Tensor:
         """x [T, n_in] in bf16 or fp32 -> [T, n_out] in out_dtype (bf16 or fp32; x's).

@@ -1,6 +1,6 @@
 """What LoRA adds to a layer for a few tokens of several adapters, in one call (lora.cpp), for CPUs.
 
-Its twin, slow and obviously right, is `minivllm.lora.layer.add_deltas_naive`.
+Its reference, slow and obviously right, is `minivllm.lora.layer.add_deltas_naive`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class _Groups(ctypes.Structure):
     _fields_ = (("num_tasks", ctypes.c_int64), ("tasks", ctypes.c_void_p), ("tokens", ctypes.c_void_p))
 
 
-def obstacle() -> str | None:
+def unsupported_reason() -> str | None:
     """Why the kernel cannot be used here, or None. The first call may compile."""
-    return build.obstacle(NAME)
+    return build.unsupported_reason(NAME)
 
 
 @functools.cache

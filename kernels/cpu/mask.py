@@ -1,6 +1,6 @@
 """Masks of grammars applied to logits in one call (mask.cpp), for CPUs.
 
-Its twins are in minivllm/sampling/grammar_mask.py: `apply_masks_slowly`, and the one that numpy computes.
+Its references are in minivllm/sampling/grammar_mask.py: `apply_masks_slowly`, and the one that numpy computes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from minivllm.kernels.cpu import build
 NAME = "mask"
 
 
-def obstacle() -> str | None:
+def unsupported_reason() -> str | None:
     """Why the kernel cannot be used here, or None. The first call may compile."""
-    return build.obstacle(NAME)
+    return build.unsupported_reason(NAME)
 
 
 @functools.cache

@@ -13,7 +13,8 @@
 namespace minivllm {
 
 constexpr int TILE_ROWS = 32;    // (query, head) rows that share one pass over the keys
-constexpr int SPLIT = 512;       // keys of a piece, where one tile of queries is all that a request has
+constexpr int SPLIT = 512;       // keys of a piece; of one tile of queries, where it is all that a request has, each is an item
+static_assert(SPLIT % CHUNK == 0);
 constexpr int RUN_TOKENS = 64;   // tokens that are written at a time, at most
 
 constexpr int round_up(int x, int to) { return (x + to - 1) / to * to; }
@@ -33,7 +34,7 @@ struct Layout {
     words = round_up(head_size * item_size(kv), 4) / 4;
     pairs = kv == BF16 && block_size % 2 == 0;
     direct = block_size % 16 == 0;
-    size_t k_bytes = size_t(words) * 4 * block_size, scales = in_codes(kv) ? 4 * size_t(block_size) : 0;
+    size_t k_bytes = size_t(words) * 4 * block_size, scales = is_quantised(kv) ? 4 * size_t(block_size) : 0;
     size_t v_bytes = round_up(head_size * block_size * item_size(kv), 4);
     k_scales_at = k_bytes;
     v_at = k_bytes + scales;

@@ -16,7 +16,7 @@ namespace minivllm {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int LANES = 16, MAX_ROWS = 6;  // MAX_ROWS x 4 accumulators stay in 32 registers
 #elif defined(__AVX2__)
-constexpr int LANES = 8, MAX_ROWS = 3;  // 16 registers
+constexpr int LANES = 8, MAX_ROWS = 6;  // 16 registers: MAX_ROWS x 2, or half of it x 4
 #else
 constexpr int LANES = 4, MAX_ROWS = 4;
 #endif
@@ -33,8 +33,8 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 enum Kind : int { F32 = 0, F16 = 1, BF16 = 2, I8 = 3, E4M3 = 4 };
-constexpr bool in_codes(Kind kind) { return kind == I8 || kind == E4M3; }
-constexpr int item_size(Kind kind) { return kind == F32 ? 4 : in_codes(kind) ? 1 : 2; }
+constexpr bool is_quantised(Kind kind) { return kind == I8 || kind == E4M3; }
+constexpr int item_size(Kind kind) { return kind == F32 ? 4 : is_quantised(kind) ? 1 : 2; }
 
 template <typename V>
 inline V load(const void* from) {
@@ -55,6 +55,9 @@ inline Words as_words(Floats x) { return load<Words>(&x); }
 inline Floats from_float16(Words h) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h));
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m256i twice = _mm256_packus_epi32((__m256i)h, (__m256i)h);  // lanes 0-3, 0-3, 4-7, 4-7
+  return (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(twice, 0b1000)));
 #else
   Words magnitude = (h & 0x7fffu) << 13;
   Words bits = as_words(as_floats(magnitude) * splat(0x1p112f));
@@ -87,6 +90,9 @@ inline Floats load_floats(const void* from) {
   if constexpr (K == I8) return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
   if constexpr (K == E4M3) return from_e4m3((Words)_mm512_cvtepu8_epi32(load<__m128i>(from)));
 #else
+#if defined(__AVX2__) && defined(__F16C__)
+  if constexpr (K == F16) return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
+#endif
   if constexpr (K == F16) return from_float16(__builtin_convertvector(load<Halves>(from), Words));
   if constexpr (K == BF16) return as_floats(__builtin_convertvector(load<Halves>(from), Words) << 16);
   if constexpr (K == I8) return __builtin_convertvector(__builtin_convertvector(load<Bytes>(from), Ints), Floats);
@@ -140,6 +146,20 @@ inline uint16_t to_float16(float x) {
     return sign | (load<uint32_t>(&shifted) - 0x3f000000u);
   }
   return sign | ((magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13);
+#endif
+}
+
+inline Halves to_float16(Floats x) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const auto rounded = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+  return load<Halves>(&rounded);
+#elif defined(__AVX2__) && defined(__F16C__)
+  const auto rounded = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+  return load<Halves>(&rounded);
+#else
+  Halves rounded;
+  for (int i = 0; i < LANES; i++) rounded[i] = to_float16(x[i]);
+  return rounded;
 #endif
 }
 
@@ -233,6 +253,27 @@ inline Floats tanh_of(Floats x) {
   Floats e = exp2_of_negative(magnitude * -2.88539008f);  // e^(-2|x|)
   Floats y = (1.0f - e) / (1.0f + e);
   return x < 0.0f ? -y : y;
+}
+
+// Vectors that so many rows meet at once.
+template <int ROWS>
+constexpr int WIDTH = LANES == 8 && ROWS > MAX_ROWS / 2 ? 2 : 4;
+
+// Calls f.template operator()<n>(first row) for groups of n <= MAX_ROWS rows.
+template <int N, typename F>
+inline void last_rows(int count, int first, F&& f) {
+  if constexpr (N > 0) {
+    if (count == N)
+      f.template operator()<N>(first);
+    else
+      last_rows<N - 1>(count, first, f);
+  }
+}
+template <typename F>
+inline void for_rows(int count, F&& f) {
+  int m = 0;
+  for (; count - m >= MAX_ROWS; m += MAX_ROWS) f.template operator()<MAX_ROWS>(m);
+  last_rows<MAX_ROWS - 1>(count - m, m, f);
 }
 
 }  // namespace minivllm

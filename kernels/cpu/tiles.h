@@ -122,50 +122,46 @@ inline void mean_tile(const Segment* segments, int num_segments, int head_size, 
     for (int j = 0; j < NV; j++) store(mean + m * mean_stride + d0 + j * LANES, acc[m][j]);
 }
 
-// Calls f.template operator()<n>(first row) for groups of n <= MAX_ROWS rows.
-template <int N, typename F>
-inline void last_rows(int count, int first, F&& f) {
-  if constexpr (N > 0) {
-    if (count == N)
-      f.template operator()<N>(first);
-    else
-      last_rows<N - 1>(count, first, f);
-  }
-}
-template <typename F>
-inline void for_rows(int count, F&& f) {
-  int m = 0;
-  for (; count - m >= MAX_ROWS; m += MAX_ROWS) f.template operator()<MAX_ROWS>(m);
-  last_rows<MAX_ROWS - 1>(count - m, m, f);
-}
-
-// scores [rows][CHUNK]: all rows against all vectors of keys.
+// scores [rows][CHUNK]: all rows against all vectors of keys. A few vectors meet all rows before the next are read: so
+// many stay in the first-level cache.
 template <Kind K>
 inline void scores_of(const uint32_t* const* keys, int num_vectors, size_t stride, size_t ahead, const Query<K>* q,
                       int words, int rows, float* scores) {
   constexpr int PER_QUERY = BY_DOT<K> ? 1 : 4 / item_size(K);
-  for_rows(rows, [&]<int ROWS>(int m) {
-    const Query<K>* query = q + m * words * PER_QUERY;
-    float* to = scores + m * CHUNK;
-    int j = 0;
-    for (; j + 4 <= num_vectors; j += 4) dot_tile<K, ROWS, 4>(keys + j, stride, ahead, query, words, to + j * LANES);
-    for (; j < num_vectors; j++) dot_tile<K, ROWS, 1>(keys + j, stride, ahead, query, words, to + j * LANES);
-  });
+  auto meet = [&]<int NV>(int j) {
+    for_rows(rows, [&]<int ROWS>(int m) {
+      constexpr int AT_ONCE = std::min(NV, WIDTH<ROWS>);
+#pragma GCC unroll 4
+      for (int i = 0; i < NV; i += AT_ONCE)
+        dot_tile<K, ROWS, AT_ONCE>(keys + j + i, stride, ahead, q + m * words * PER_QUERY, words,
+                                   scores + m * CHUNK + (j + i) * LANES);
+    });
+  };
+  int j = 0;
+  for (; j + 4 <= num_vectors; j += 4) meet.template operator()<4>(j);
+  for (; j < num_vectors; j++) meet.template operator()<1>(j);
 }
 
 template <Kind K, bool PAIRS>
 inline void add_means(const Segment* segments, int num_segments, int head_size, int rows,
                       const Weight<K, PAIRS>* weights, float* mean, int mean_stride) {
-  for_rows(rows, [&]<int ROWS>(int m) {
-    const Weight<K, PAIRS>* w = weights + m * CHUNK;
-    float* to = mean + m * mean_stride;
-    int d = 0;
-    for (; d + 4 * LANES <= head_size; d += 4 * LANES)
-      mean_tile<K, PAIRS, ROWS, 4, false>(segments, num_segments, head_size, d, w, to, mean_stride);
-    for (; d + LANES <= head_size; d += LANES)
-      mean_tile<K, PAIRS, ROWS, 1, false>(segments, num_segments, head_size, d, w, to, mean_stride);
-    if (d < head_size) mean_tile<K, PAIRS, ROWS, 1, true>(segments, num_segments, head_size, d, w, to, mean_stride);
-  });
+  constexpr int NEAR = 64;  // keys whose values stay in the first-level cache while all rows meet them
+  for (int first = 0, last, keys; first < num_segments; first = last, weights += keys) {
+    keys = 0;
+    for (last = first; last < num_segments && (rows <= MAX_ROWS || keys == 0 || keys + segments[last].count <= NEAR);)
+      keys += segments[last++].count;
+    for_rows(rows, [&]<int ROWS>(int m) {
+      const Weight<K, PAIRS>* w = weights + m * CHUNK;
+      const Segment* from = segments + first;
+      float* to = mean + m * mean_stride;
+      int d = 0;
+      for (; d + WIDTH<ROWS> * LANES <= head_size; d += WIDTH<ROWS> * LANES)
+        mean_tile<K, PAIRS, ROWS, WIDTH<ROWS>, false>(from, last - first, head_size, d, w, to, mean_stride);
+      for (; d + LANES <= head_size; d += LANES)
+        mean_tile<K, PAIRS, ROWS, 1, false>(from, last - first, head_size, d, w, to, mean_stride);
+      if (d < head_size) mean_tile<K, PAIRS, ROWS, 1, true>(from, last - first, head_size, d, w, to, mean_stride);
+    });
+  }
 }
 
 }  // namespace minivllm

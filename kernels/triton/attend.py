@@ -10,7 +10,7 @@ instead: K's the scores, V's the weights. ALiBi (Press et al. 2022) adds slope *
 import triton
 import triton.language as tl
 
-from minivllm.kernels.triton.codes import load_scales, numbers
+from minivllm.kernels.triton.quantised_kv import load_scales, numbers
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def attend(
     """Keys begin : end in tiles, into (acc, norm, peak). positions, steepness [BLOCK_M]: of the queries, and with ALIBI
     their slopes times log2(e). Only keys first : last may be read; without MASKED every key of every tile is seen by
     every query."""
-    CODES: tl.constexpr = PAGE * HEAD_SIZE
+    QUANTISED: tl.constexpr = PAGE * HEAD_SIZE
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         inside = (keys >= first) & (keys < last)
@@ -81,14 +81,14 @@ def attend(
         if KIND == 0:
             rows = ((page * KV_HEADS + head) * PAGE + keys % PAGE) * HEAD_SIZE
         else:
-            page = (page * KV_HEADS + head) * (CODES + 4 * PAGE)
+            page = (page * KV_HEADS + head) * (QUANTISED + 4 * PAGE)
             rows = page + keys % PAGE * HEAD_SIZE
         k = numbers(_load(k_cache, rows, inside, HEAD_SIZE, WIDTH, MASKED), q.dtype, KIND)
         v = numbers(_load(v_cache, rows, inside, HEAD_SIZE, WIDTH, MASKED), q.dtype, KIND)
         if KIND == 0:
             scores = _scores(q, k, scale, cap, SOFT_CAP)
         else:
-            by_key = load_scales(k_cache, page, keys % PAGE, inside, CODES, KIND, MASKED) * scale
+            by_key = load_scales(k_cache, page, keys % PAGE, inside, QUANTISED, KIND, MASKED) * scale
             scores = _scores(q, k, by_key[None, :], cap, SOFT_CAP)
         if ALIBI:
             scores += steepness[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
@@ -103,7 +103,7 @@ def attend(
         fade = tl.exp2(peak - base)
         norm = norm * fade + tl.sum(weights, 1)
         if KIND != 0:
-            weights = weights * load_scales(v_cache, page, keys % PAGE, inside, CODES, KIND, MASKED)[None, :]
+            weights = weights * load_scales(v_cache, page, keys % PAGE, inside, QUANTISED, KIND, MASKED)[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         peak = new_peak
     return acc, norm, peak

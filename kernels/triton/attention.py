@@ -13,7 +13,7 @@ The loop is attend.py's. A sink (Xiao et al. 2024, as in gpt-oss) is one more sc
 where the running maximum and sum begin.
 
 Cache layout: K and V each [num_blocks, kv_heads, block_size, head_size]; a page of one head is one piece of memory.
-Or codes in 8 bits with scales, see codes.py. Twin: minivllm.attention.reference.
+Or codes in 8 bits with scales, see quantised_kv.py. Reference: minivllm.attention.reference.
 """
 
 import triton

@@ -1,13 +1,13 @@
 """What writes the paged cache: plainly, with RoPE and QK-norm on the way, or by copying whole blocks.
 
-Cache layout: K and V each [num_blocks, kv_heads, block_size, head_size], see attention.py. Twins:
-minivllm.kernels.twins.
+Cache layout: K and V each [num_blocks, kv_heads, block_size, head_size], see attention.py. References:
+minivllm.kernels.reference.
 """
 
 import triton
 import triton.language as tl
 
-from minivllm.kernels.triton.codes import encode, quantise, scales_of
+from minivllm.kernels.triton.quantised_kv import encode, quantise, scales_of
 
 
 @triton.jit
@@ -38,10 +38,10 @@ def write_kernel(
 
 
 @triton.jit
-def write_codes_kernel(
+def write_quantised_kernel(
     k,  # [T, kv_heads, head_size], rows k_stride apart
     v,
-    k_cache,  # [num_blocks, kv_heads, PAGE * (HEAD_SIZE + 4)] int8, see codes.py
+    k_cache,  # [num_blocks, kv_heads, PAGE * (HEAD_SIZE + 4)] int8, see quantised_kv.py
     v_cache,
     slots,  # [T] int64
     k_stride,
@@ -106,7 +106,7 @@ def _store_head(
 def rope_write_kernel(
     qkv,  # [T, heads + 2 * kv_heads, head_size], rows qkv_stride apart: q, then k, then v
     q_out,  # [T, heads, head_size]
-    k_cache,  # of numbers, or int8 of codes: see codes.py
+    k_cache,  # of numbers, or int8 of codes: see quantised_kv.py
     v_cache,
     slots,  # [T] int64
     positions,  # [T] int64
@@ -124,7 +124,7 @@ def rope_write_kernel(
     KIND: tl.constexpr,
 ):
     """One program a token and head: RMSNorm of the head (Qwen3's QK-norm), rotation in half-split form, then q goes to
-    q_out and k to its slot of the cache; v goes there as it is. Arithmetic in fp32, rounded once: a cache of codes is
+    q_out and k to its slot of the cache; v goes there as it is. Arithmetic in fp32, rounded once: a quantised cache is
     made from the rotated numbers and not from what the model's dtype leaves of them."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from minivllm.kernels.triton import cache, norm
 
-KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in codes.py
+KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # as in quantised_kv.py
 
 
 def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -27,16 +27,16 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor)
     )
 
 
-def write_codes(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def write_quantised(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """k, v [T, kv_heads, head_size] to slots [T] int64 of the caches [num_blocks, kv_heads, block_size * (head_size +
-    4)], int8 or e4m3: see codes.py."""
+    4)], int8 or e4m3: see quantised_kv.py."""
     kv_heads, head_size = k.shape[1:]
     page, rest = divmod(k_cache.shape[2], head_size + 4)
     assert k.shape == v.shape == (len(slots), kv_heads, head_size) and slots.dtype == torch.int64
     assert rest == 0 and page * head_size % 4 == 0 and k_cache.dtype == v_cache.dtype, (k_cache.shape, k_cache.dtype)
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
     assert all(x.stride(1) == head_size and x.stride(2) == 1 for x in (k, v)), (k.stride(), v.stride())
-    cache.write_codes_kernel[(len(slots), 2)](
+    cache.write_quantised_kernel[(len(slots), 2)](
         *(k, v, k_cache.view(torch.int8), v_cache.view(torch.int8), slots, k.stride(0), v.stride(0)),
         KV_HEADS=kv_heads,
         HEADS_WIDTH=triton.next_power_of_2(kv_heads),
@@ -62,8 +62,8 @@ def rope_write(
 ) -> None:
     """qkv [T, heads + 2 * kv_heads, head_size] -> q, normed and rotated, in q_out [T, heads, head_size]; k likewise,
     and v, in their slots [T] of the caches: [num_blocks, kv_heads, block_size, head_size], or of codes, as in
-    write_codes. cos, sin [max_position, head_size / 2]; positions [T]; weight [2, head_size] of q's and k's norm, or
-    None: no norm."""
+    write_quantised. cos, sin [max_position, head_size / 2]; positions [T]; weight [2, head_size] of q's and k's norm,
+    or None: no norm."""
     num_tokens, heads, head_size = q_out.shape
     kv_heads, page, kind = k_cache.shape[1], k_cache.shape[2], KINDS.get(k_cache.dtype, 0)
     if kind:

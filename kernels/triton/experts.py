@@ -5,7 +5,7 @@ that a tile of the products has one matrix. A program an expert finds its pairs 
 them, and, when all counts are known, to put them in their places. No atomic addition: equal inputs give equal bits.
 
 The grids are what the worst routing needs; a tile that is not there has expert -1 and returns at once. So nothing but
-numbers in memory changes from step to step, as a graph wants it. Twin: minivllm.kernels.twins.experts.
+numbers in memory changes from step to step, as a graph wants it. Reference: minivllm.kernels.reference.experts.
 """
 
 import triton

@@ -2,7 +2,7 @@
 
 State lives in rows, one a request for as long as it runs: its tokens and its block table. A step names the rows that
 take part and how many tokens of each; everything as long as the tokens or the tables is found here, so the host sends a
-few numbers a request. The twins: minivllm.kernels.twins.
+few numbers a request. The references: minivllm.kernels.reference.
 
 No width or stride is specialised: these launches are too short for it to show, and a variant that a step asks for first
 would be compiled while its requests wait.

@@ -1,7 +1,7 @@
 """RMSNorm and SiLU-mul: one pass over memory each, to learn from. Serving leaves them to Inductor, which fuses them
 into their neighbours.
 
-Both are bound by memory: the target is the rate of a copy. Twins: minivllm.kernels.twins.
+Both are bound by memory: the target is the rate of a copy. References: minivllm.kernels.reference.
 """
 
 import triton

@@ -8,7 +8,7 @@ A byte holds inputs i (low) and i + 16 (high) of a group, so a group is two prod
 the host: [n_in / 32, n_out, 16 bytes], so that what a program reads at a time is one piece of memory.
 
 Few tokens make few programs: several then share the groups, and a second kernel adds what they found, in order.
-Twin: minivllm.quantization.formats.dequantise.
+Reference: minivllm.quantization.formats.dequantise.
 """
 
 import triton

@@ -33,7 +33,7 @@ class Head(NamedTuple):
 
 
 def constants(head: Head, page: int, tile: Tile, upcast: bool, kind: int = 0) -> dict[str, Any]:
-    """What decode_kernel and prefill_kernel are compiled with. kind: of the cache, see codes.py."""
+    """What decode_kernel and prefill_kernel are compiled with. kind: of the cache, see quantised_kv.py."""
     return {
         "KV_HEADS": head.num_kv_heads,
         "GROUP": head.num_heads // head.num_kv_heads,
@@ -125,7 +125,7 @@ def decode(
     by_head: ByHead = NOTHING,
 ) -> None:
     """One query for each request. q and out [T, heads, head_size], caches [num_blocks, kv_heads, block_size, head_size]
-    of q's dtype, or of codes, see codes.py."""
+    of q's dtype, or of codes, see quantised_kv.py."""
     _check(q, k_cache, v_cache, requests, head, out, by_head)
     assert 1 <= num_splits <= attention.MAX_SPLITS and tile.block_m * head.num_kv_heads >= head.num_heads
     count, split = len(requests.rows), num_splits > 1

@@ -1,11 +1,12 @@
-"""A kernel beside its twin on a little input, for kernels/dispatch.py: of kernels whose twins are in twins.py."""
+"""A kernel beside its reference on a little input, for kernels/dispatch.py: of those whose references are in
+reference.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from minivllm.kernels import twins
+from minivllm.kernels import reference
 from minivllm.kernels.triton import elementwise, gather, moe
 
 
@@ -27,7 +28,7 @@ def copy_blocks(device: torch.device) -> bool:
     ):
         where = torch.tensor(pairs)
         elementwise.BlockCopier(*moved)(where.to(device))
-        twins.copy_blocks(*wanted, where)
+        reference.copy_blocks(*wanted, where)
     got = [x.cpu() for x in (*near, *far)]  # the device's first: then what it wrote to the host is there too
     return all(torch.equal(x, y) for x, y in zip(got, (*near_wanted, *far_wanted), strict=True))
 
@@ -41,17 +42,17 @@ def rope_write(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    in_codes = kv_dtype in elementwise.KINDS
-    inner = (page * (size + 4),) if in_codes else (page, size)
+    is_quantised = kv_dtype in elementwise.KINDS
+    inner = (page * (size + 4),) if is_quantised else (page, size)
     inputs = random(5, heads + 2 * kv_heads, size)
     slots, positions = torch.tensor([3, 17, 40, 0, 31], device=device), torch.tensor([5, 0, 9, 3, 7], device=device)
     angles = torch.rand(10, size // 2, generator=generator) * 6
     turn = positions, angles.cos().to(device, dtype), angles.sin().to(device, dtype), random(2, size), 1e-6
     results = []
-    for run in (elementwise.rope_write, twins.rope_write):
+    for run in (elementwise.rope_write, reference.rope_write):
         q, caches = random(5, heads, size), torch.zeros(2, 3, kv_heads, *inner, dtype=kv_dtype, device=device)
         run(inputs, q, *caches, slots, *turn)
-        numbers = [twins.read_codes(cache, size) for cache in caches] if in_codes else list(caches)
+        numbers = [reference.read_quantised(cache, size) for cache in caches] if is_quantised else list(caches)
         results.append([q, *numbers])
     (q, *kv), (q_wanted, *kv_wanted) = results
     near = 4 * torch.finfo(dtype).eps
@@ -73,13 +74,13 @@ def gather_tokens(device: torch.device, block_size: int) -> bool:
     sizes = {"block_size": block_size, "spare_block": 7}
     out = gather.Inputs(*torch.full((3, 40), -1, device=device))
     got = gather.gather_tokens(*tables, firsts, query_start, out, **sizes)
-    wanted = twins.gather_tokens(*tables, firsts, query_start, 40, **sizes)
+    wanted = reference.gather_tokens(*tables, firsts, query_start, 40, **sizes)
     return all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
 
 
 def gather_rows(device: torch.device) -> bool:
     _, table, rows = _tables(device)
-    return torch.equal(gather.gather_rows(table, rows, table.new_empty(3, 70)), twins.gather_rows(table, rows, 70))
+    return torch.equal(gather.gather_rows(table, rows, table.new_empty(3, 70)), reference.gather_rows(table, rows, 70))
 
 
 def write_rows(device: torch.device) -> bool:
@@ -87,7 +88,7 @@ def write_rows(device: torch.device) -> bool:
     table = _tables(device)[0]
     wanted, writes = table.clone(), [(2, 0, [5, 6, 7], 60), (0, 88, [1, 2], 0), (3, 0, [], 90)]
     gather.write_rows(table, writes)
-    twins.write_rows(wanted, writes)
+    reference.write_rows(wanted, writes)
     return torch.equal(table, wanted)
 
 
@@ -106,7 +107,7 @@ def experts(device: torch.device, dtype: torch.dtype) -> bool:
         x = random(num_tokens, hidden) * hidden**0.5
         shares = torch.randn(num_tokens, num_experts, generator=generator).softmax(-1).to(device)
         weights, ids = shares.topk(top_k)
-        wanted = twins.experts(x, ids, weights, gate_up, down)
+        wanted = reference.experts(x, ids, weights, gate_up, down)
         if not torch.allclose(moe.moe(x, ids, weights, gate_up, down).double(), wanted, **near):
             return False
     return True

@@ -4,7 +4,7 @@ A draft d from q is accepted with probability min(1, p(d) / q(d)); else the toke
 known to be accepted before its mass is, so every row races over both distributions with the same noise, and the last
 kernel looks at one of the two winners. max(p - q, 0) is never written: it is computed again where it is read.
 
-Twin: minivllm.sampling.rejection. Numbers are rounded at the same places as there, but sums run in another order.
+Reference: minivllm.sampling.rejection. Numbers are rounded at the same places as there, but sums run in another order.
 """
 
 import triton

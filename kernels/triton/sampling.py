@@ -7,7 +7,7 @@ tokens race first, then the tokens of the block that won: a row takes V / 64 + 6
 A filter is a cut: the largest number v of which the tokens >= v are at least k, or have at least the mass p. Positive
 floats are ordered as their bits are, so v is found bit by bit, four at a time: eight passes over a row that stays in
 the cache, whatever the distribution (a search with 16 pivots; compare Dai et al., FlashInfer 2025, which draws its
-pivots). Twins: minivllm.sampling.draw.
+pivots). References: minivllm.sampling.draw.
 """
 
 import triton

@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     head: paged.Head
     dtype: str
     page: int
-    kind: int = 0  # of the cache, see codes.py
+    kind: int = 0  # of the cache, see quantised_kv.py
     by_head: bool = False  # with slopes and sinks
 
 
@@ -76,7 +76,7 @@ SHAPES = (
     Shape("phi2-head-80", paged.Head(32, 32, 80, 0.1, 0, 0.0), "bf16", 64),
     Shape("phi3-head-96", PHI3, "bf16", 16),
 )
-CODES = (
+QUANTISED = (
     Shape("llama-8b, int8", LLAMA, "bf16", 16, 1),
     Shape("llama-8b, e4m3, slopes and sinks", LLAMA, "bf16", 16, 2, True),
     Shape("qwen3-0.6b, int8", paged.Head(16, 8, 128, 0.1, 0, 0.0), "fp16", 256, 1),
@@ -91,7 +91,7 @@ def shipped() -> Iterator[Shipped]:
     for shape in SHAPES:
         yield from _attention(shape, (False, True))
         yield _join(shape)
-    for shape in CODES:
+    for shape in QUANTISED:
         yield from _attention(shape, (True,))
     for path in sorted(tuned.FOLDER.glob("*.json")):
         yield from _tuned(path)
@@ -169,7 +169,7 @@ def _writes() -> Iterator[Shipped]:
     types |= {"slots": "*i64", "k_stride": "i32", "v_stride": "i32"}
     for kind, codes in ((1, "int8"), (2, "e4m3")):
         heads = {"KV_HEADS": 8, "HEADS_WIDTH": 8, "HEAD_SIZE": 128, "WIDTH": 128, "PAGE": 16, "KIND": kind}
-        yield Shipped(f"cache write, {codes}", cache.write_codes_kernel, types, heads, 4)
+        yield Shipped(f"cache write, {codes}", cache.write_quantised_kernel, types, heads, 4)
 
 
 def _shipped(name: str, kernel: Any, types: dict, constants: dict, tile: Tile, **more: Any) -> Shipped:

@@ -5,7 +5,7 @@ results are few columns, so several programs share the long sum over n_in, and e
 addition, whose order would change the result from run to run. `expand` adds them up, multiplies by B and adds to y.
 
 A layer may have parts (q, k, v), each with an A and a B of its own; all have the same number of ranks here, zeros where
-an adapter has fewer. Twin: minivllm.lora.layer.add_deltas_naive.
+an adapter has fewer. Reference: minivllm.lora.layer.add_deltas_naive.
 """
 
 import triton

@@ -18,7 +18,7 @@ from minivllm.attention.rows import batch_of, put, split, take
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 
 class _Share(NamedTuple):
@@ -38,7 +38,7 @@ class PairBackend:
 
     kinds: ClassVar[tuple[type[AttentionBackend], type[AttentionBackend]]]
     kv_layout: ClassVar[str]
-    kv_codes: ClassVar[frozenset[torch.dtype]]
+    kv_dtypes: ClassVar[frozenset[torch.dtype]]
     host_tables: ClassVar[bool]
     block_axis: ClassVar[int]
 
@@ -99,7 +99,8 @@ def pair(first: type[AttentionBackend], second: type[AttentionBackend]) -> type[
             f"{first.__name__} and {second.__name__} cannot share a KV cache: the layout of one is "
             f'"{first.kv_layout}", of the other "{second.kv_layout}"'
         )
-    shared = {"kv_codes": first.kv_codes & second.kv_codes, "block_axis": first.block_axis}
+    shared = {"kv_dtypes": first.kv_dtypes & second.kv_dtypes, "block_axis": first.block_axis}
     shared["host_tables"] = first.host_tables or second.host_tables
+    shared["adds_slopes"] = all(getattr(kind, "adds_slopes", False) for kind in (first, second))
     members = {"kinds": (first, second), "kv_layout": first.kv_layout, **shared}
     return type(f"{first.__name__}And{second.__name__}", (PairBackend,), members)

@@ -4,7 +4,7 @@ Layout, one page a block and KV head: [num_blocks, kv_heads, page]. A page is op
 adjacent elements with the keys side by side, V row by row (bfloat16: in pairs of keys), so that both products run down
 whole vectors without shuffles; see kernels/cpu/plan.h. Heads of a block lie together, which is what block moves move.
 
-A cache of codes (int8, e4m3) has a float32 scale for each token and head, for K and for V, inside the page.
+A quantised cache (int8, e4m3) has a float32 scale for each token and head, for K and for V, inside the page.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
-from minivllm.attention.codes import CODES
+from minivllm.attention.quantised_kv import HALVES, QUANTISED
 from minivllm.attention.rows import with_dense_heads
 from minivllm.kernels.cpu import build
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
 class _View(ctypes.Structure):
-    _fields_ = [("num_heads", c_int32), ("window", c_int32), ("scale", c_float), ("soft_cap", c_float)]
+    _fields_ = [
+        *(("num_heads", c_int32), ("window", c_int32), ("scale", c_float), ("soft_cap", c_float)),
+        *(("row_wise", c_int32), ("slopes", c_void_p)),
+    ]
 
 
 class _Batch(ctypes.Structure):
@@ -57,6 +60,10 @@ SIGNATURES = {
 }
 
 
+def _address(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.__array_interface__["data"][0]
+
+
 class _Owned:
     """An object of the library, freed with this one."""
 
@@ -70,10 +77,11 @@ class _Owned:
 
 
 class CPUAttention:
+    adds_slopes: ClassVar[bool] = True
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     block_axis: ClassVar[int] = 0
     kv_layout: ClassVar[str] = "pages of kernels/cpu"
-    kv_codes: ClassVar[frozenset[torch.dtype]] = CODES
+    kv_dtypes: ClassVar[frozenset[torch.dtype]] = QUANTISED | HALVES
     host_tables: ClassVar[bool] = True
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
@@ -89,16 +97,23 @@ class CPUAttention:
         self.page = lib.minivllm_page_bytes(layout) // spec.dtype.itemsize
         kinds = list(dict.fromkeys(layers))
         self.view_of = {layer: i for i, layer in enumerate(kinds)}
+        self.slopes = [None if x.slopes is None else np.array(x.slopes, np.float32) for x in kinds]  # views point there
         self.views = (_View * len(kinds))(
-            *(_View(x.num_heads, x.sliding_window or 0, x.scale, x.soft_cap or 0.0) for x in kinds)
+            *(
+                _View(x.num_heads, x.sliding_window or 0, x.scale, x.soft_cap or 0.0, x.row_wise, _address(slopes))
+                for x, slopes in zip(kinds, self.slopes, strict=True)
+            )
         )
         self.parallel = build.torch_parallel()
+        # The matrix unit, which takes many rows and not few, adds in another order.
+        on_matrix_unit = spec.dtype is torch.bfloat16 and "AMX" in build.isa()
+        self.is_by_row = not on_matrix_unit or all(layer.row_wise for layer in layers)
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"its kernels run on a CPU, not on {device.type}"
-        return build.obstacle()
+        return build.unsupported_reason()
 
     def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, self.spec.num_kv_heads, self.page)
@@ -121,7 +136,7 @@ class CPUAttention:
         q, k, v = with_dense_heads(q), with_dense_heads(k), with_dense_heads(v)
         assert out.is_contiguous() and kv.is_contiguous()
         assert q.dtype == k.dtype == v.dtype == out.dtype
-        assert kv.dtype == self.spec.dtype and kv.dtype in (q.dtype, *CODES)
+        assert kv.dtype == self.spec.dtype and kv.dtype in (q.dtype, *self.kv_dtypes)
         tensors = _Tensors(
             *(q.data_ptr(), k.data_ptr(), v.data_ptr(), kv.data_ptr(), out.data_ptr()),
             *(q.stride(0), k.stride(0), v.stride(0), KINDS[q.dtype]),

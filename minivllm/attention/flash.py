@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
-from minivllm.attention.codes import NO_CODES
+from minivllm.attention.quantised_kv import MODELS_OWN
 from minivllm.attention.rows import Part, put, send, split, take, with_dense_heads
 from minivllm.attention.writer import choose_writer
 from minivllm.errors import ConfigError
 from minivllm.upload import select
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 MISSING = (
     'flash-attn is not installed: pip install --no-build-isolation "minivllm[flash]" (Linux with a CUDA toolkit), '
@@ -121,7 +121,7 @@ def load_library(capability: tuple[int, int], generation: int | None = None) -> 
 class FlashBackend:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = HND
-    kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
+    kv_dtypes: ClassVar[frozenset[torch.dtype]] = MODELS_OWN
     host_tables: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 

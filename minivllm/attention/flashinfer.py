@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
-from minivllm.attention.codes import NO_CODES
+from minivllm.attention.quantised_kv import MODELS_OWN
 from minivllm.attention.rows import Part, put, send, split, take, with_dense_heads
 from minivllm.attention.writer import choose_writer
 from minivllm.errors import ConfigError
 from minivllm.upload import select, upload
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 MISSING = 'flashinfer is not installed: pip install "minivllm[flashinfer]" (Linux)'
 WORKSPACE = 128 << 20  # bytes: what FlashInfer recommends; zeros, as it asks for
@@ -65,7 +65,7 @@ def csr_pages(seq_lens: np.ndarray, tables: np.ndarray | Tensor, block_size: int
 class FlashInferBackend:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = HND
-    kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
+    kv_dtypes: ClassVar[frozenset[torch.dtype]] = MODELS_OWN
     host_tables: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 

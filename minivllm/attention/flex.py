@@ -27,13 +27,13 @@ from torch._higher_order_ops.flex_attention import flex_attention as uncompiled_
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from minivllm.attention.base import NHD, AttentionSpec, KVSpec, check_layers
-from minivllm.attention.codes import NO_CODES
+from minivllm.attention.quantised_kv import MODELS_OWN
 from minivllm.attention.rows import Part, put, send, split, take
 from minivllm.errors import ConfigError
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 QUERY_TILE = 128  # rows of a tile, whose lists of blocks are united
 
@@ -66,7 +66,7 @@ class _Meta(NamedTuple):
 class FlexBackend:
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = NHD
-    kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
+    kv_dtypes: ClassVar[frozenset[torch.dtype]] = MODELS_OWN
     host_tables: ClassVar[bool] = True
     block_axis: ClassVar[int] = 1
 

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec
+from minivllm.batch import InputBatch
+from minivllm.errors import ConfigError
 
 MAX_RATIO = 2  # of the lengths that share a call
 
@@ -55,10 +57,16 @@ class PackedAttention:
         for layer in layers:
             assert layer.num_heads % layer.num_kv_heads == 0, layer
             assert layer.soft_cap is None and (layer.causal or layer.sliding_window is None), layer
+            if layer.slopes is not None:
+                raise ConfigError("a model whose scores have slopes (ALiBi) generates, and does not embed texts yet")
         self.specs = list(dict.fromkeys(layers))
         self.device = device
 
-    def prepare(self, lengths: Sequence[int]) -> PackedMeta:
+    def prepare(self, batch: InputBatch) -> PackedMeta:
+        """Of whole sequences, none of them empty."""
+        return self.prepare_lengths(batch.seq_lens.tolist())
+
+    def prepare_lengths(self, lengths: Sequence[int]) -> PackedMeta:
         """lengths: of the sequences, each at least 1, in the order of the rows."""
         groups = [make_group(start, run, self.device) for start, run in runs(lengths)]
         return PackedMeta(groups, {spec: [make_mask(group, spec) for group in groups] for spec in self.specs})

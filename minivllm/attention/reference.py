@@ -7,7 +7,7 @@ Its metadata is tensors alone, so on a CPU it can be part of a recorded call (co
 cannot, as it reads lengths on the host.
 
 Cache layout: [2 (K, V), num_blocks, block_size, kv_heads, head_size]. In 8 bits each head has its scale, four bytes,
-behind its codes (codes.py).
+behind its codes (quantised_kv.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import NHD, AttentionSpec, KVSpec, check_layers
-from minivllm.attention.codes import CODES, SCALE_BYTES, pack, unpack
+from minivllm.attention.quantised_kv import HALVES, QUANTISED, SCALE_BYTES, pack, unpack
 from minivllm.attention.rows import send
+from minivllm.kv_groups import first_kept
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 
-class _Meta(NamedTuple):
+class Meta(NamedTuple):
     slots: Tensor  # [padded T] int64
     query_start: Tensor  # [R + 1]: a request's query rows
     seq_lens: Tensor  # [R]
@@ -33,9 +34,15 @@ class _Meta(NamedTuple):
     num_tokens: int
 
 
+def columns_of(batch: InputBatch, device: torch.device) -> Meta:
+    arrays = batch.slot_mapping, batch.query_start, batch.seq_lens, batch.block_tables
+    return Meta(*(send(x, torch.int64, device) for x in arrays), batch.num_tokens)
+
+
 class ReferenceAttention:
+    adds_slopes: ClassVar[bool] = True
     kv_layout: ClassVar[str] = NHD
-    kv_codes: ClassVar[frozenset[torch.dtype]] = CODES
+    kv_dtypes: ClassVar[frozenset[torch.dtype]] = QUANTISED | HALVES
     host_tables: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 
@@ -59,33 +66,35 @@ class ReferenceAttention:
         return None
 
     def kv_shape(self, num_blocks: int) -> tuple[int, ...]:
-        more = SCALE_BYTES if self.spec.dtype in CODES else 0
+        more = SCALE_BYTES if self.spec.dtype in QUANTISED else 0
         return (2, num_blocks, self.block_size, self.spec.num_kv_heads, self.spec.head_size + more)
 
-    def prepare(self, batch: InputBatch) -> _Meta:
-        arrays = batch.slot_mapping, batch.query_start, batch.seq_lens, batch.block_tables
-        return _Meta(*(send(x, torch.int64, self.device) for x in arrays), batch.num_tokens)
+    def prepare(self, batch: InputBatch) -> Meta:
+        return columns_of(batch, self.device)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: Meta, layer: AttentionSpec, out: Tensor
     ) -> None:
-        kv = kv.view(torch.uint8) if self.spec.dtype in CODES else kv
+        kv = kv.view(torch.uint8) if self.spec.dtype in QUANTISED else kv
         keys, values = kv.flatten(1, 2)  # each [slots, kv_heads, head_size], or what is kept of a head
         keys[meta.slots] = self._kept(k)
         values[meta.slots] = self._kept(v)
         bounds = meta.query_start.tolist()
         for r, seq_len in enumerate(meta.seq_lens.tolist()):
-            rows, blocks = slice(bounds[r], bounds[r + 1]), meta.tables[r, : -(-seq_len // self.block_size)]
-            request_keys, request_values = self._numbers(kv[:, blocks].flatten(1, 2)[:, :seq_len])
+            rows = slice(bounds[r], bounds[r + 1])
+            # Blocks that have left the window are somebody else's.
+            first = first_kept(seq_len - (rows.stop - rows.start), layer.sliding_window, self.block_size)
+            blocks, num_keys = meta.tables[r, first : -(-seq_len // self.block_size)], seq_len - first * self.block_size
+            request_keys, request_values = self._numbers(kv[:, blocks].flatten(1, 2)[:, :num_keys])
             out[rows] = attend_dense(q[rows].to(self.compute_dtype), request_keys, request_values, layer).to(out.dtype)
         out[meta.num_tokens :] = 0  # padding rows: nobody reads them, but they pass through the layers that follow
 
     def _kept(self, x: Tensor) -> Tensor:
-        return pack(x, self.spec.dtype) if self.spec.dtype in CODES else x
+        return pack(x, self.spec.dtype) if self.spec.dtype in QUANTISED else x.to(self.spec.dtype)
 
     def _numbers(self, kept: Tensor) -> Tensor:
         kind, dtype = self.spec.dtype, self.compute_dtype
-        return unpack(kept, kind, dtype) if kind in CODES else kept.to(dtype)
+        return unpack(kept, kind, dtype) if kind in QUANTISED else kept.to(dtype)
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tensor:
@@ -95,8 +104,17 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, layer: AttentionSpec) -> Tenso
     scores = torch.einsum("nhd,lhd->hnl", q, k) * layer.scale
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    if layer.slopes is not None:
+        slopes = torch.tensor(layer.slopes, dtype=scores.dtype, device=scores.device)
+        scores = scores + slopes[:, None, None] * distances(q.shape[0], k.shape[0], q.device)
     scores = scores.masked_fill(~visible(q.shape[0], k.shape[0], layer.sliding_window, q.device), -torch.inf)
     return torch.einsum("hnl,lhd->nhd", scores.softmax(-1), v)
+
+
+def distances(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """[num_queries, num_keys] int64: by how many positions each key lies behind each query, the last ones."""
+    key = torch.arange(num_keys, device=device)
+    return key - key[num_keys - num_queries :, None]
 
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from minivllm.upload import select, upload
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 
 class Part(NamedTuple):

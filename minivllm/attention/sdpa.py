@@ -26,12 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec, KVSpec, check_layers
-from minivllm.attention.codes import NO_CODES
+from minivllm.attention.quantised_kv import MODELS_OWN
+from minivllm.attention.reference import distances
 from minivllm.attention.rows import send
 from minivllm.attention.sdpa_plan import Decodes, Planner, Prefill, View
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 
 class _Meta(NamedTuple):
@@ -41,9 +42,10 @@ class _Meta(NamedTuple):
 
 
 class SDPAAttention:
+    adds_slopes: ClassVar[bool] = True
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "none"
     kv_layout: ClassVar[str] = "heads first"
-    kv_codes: ClassVar[frozenset[torch.dtype]] = NO_CODES
+    kv_dtypes: ClassVar[frozenset[torch.dtype]] = MODELS_OWN
     host_tables: ClassVar[bool] = True
     block_axis: ClassVar[int] = 2
 
@@ -54,6 +56,7 @@ class SDPAAttention:
         self.device = torch.device(device)
         self.matmul_dtype = matmul_dtype(spec.dtype, self.device)
         self.zero = torch.zeros((), dtype=self.matmul_dtype, device=self.device)
+        self.slopes = {spec: torch.tensor(spec.slopes, device=device) for spec in self.specs if spec.slopes is not None}
         self.planner = Planner(spec.block_size, num_blocks, spec.dtype, self.matmul_dtype, self.device)
 
     @classmethod
@@ -93,6 +96,10 @@ class SDPAAttention:
         else:
             keys, values = self._matrices(keys), self._matrices(values)
             scores = self._scores(queries.flatten(0, 1), keys, layer, decodes.bias)
+            if decodes.distances is not None:
+                slopes = self.slopes[layer].view(layer.num_kv_heads, -1, 1)
+                by_request = scores.float().unflatten(0, (-1, layer.num_kv_heads))  # [requests, kv_heads, group, L]
+                scores = by_request.addcmul_(slopes, decodes.distances[:, None, None]).flatten(0, 1)
             result = self._mean(scores, values)
         result = result.view(decodes.num_requests, -1, layer.head_size)
         if whole:
@@ -124,7 +131,11 @@ class SDPAAttention:
         """The same as products: the group's query heads are rows of one matrix."""
         packed = q.reshape(layer.num_kv_heads, -1, layer.head_size)  # [kv_heads, group * n, D]
         scores = self._scores(packed, self._matrices(k), layer)
+        if layer.slopes is not None:
+            scores = scores.float()
         by_query = scores.view(layer.num_heads, q.shape[1], -1)  # [heads, n, L]
+        if layer.slopes is not None:
+            by_query.addcmul_(self.slopes[layer][:, None, None], distances(*by_query.shape[1:], self.device))
         by_query[:, :, by_query.shape[2] - mask.shape[1] :].add_(mask)
         return self._mean(scores, self._matrices(v)).view(q.shape)
 

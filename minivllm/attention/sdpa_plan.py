@@ -24,7 +24,7 @@ from minivllm.attention.reference import visible
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 # Set by bench/attention.py on 2 cores; results are equal for any value.
 FUSED_KEYS = 3072  # requests * kv_heads * keys up to which decodes take the fused kernel
@@ -63,6 +63,7 @@ class Decodes:
     bias: Tensor | None = (
         None  # 0 or -inf: [requests, 1, 1, num_keys] if fused, else [requests * kv_heads, 1, num_keys]
     )
+    distances: Tensor | None = None  # [requests, num_keys] float32: key - query, where the layer has slopes
     holes: Tensor | None = None  # of the copy as [2 * requests * kv_heads * num_keys, head_size], rows of no request
 
 
@@ -163,15 +164,21 @@ class Planner:
         if rows is None:
             rows = upload(extents.query_start, self.device)
         num_keys = width * self.block_size
-        fused = spec.soft_cap is None and num_requests * spec.num_kv_heads * num_keys <= FUSED_KEYS
+        fused = is_plain(spec) and num_requests * spec.num_kv_heads * num_keys <= FUSED_KEYS
         if num_requests == 1 and is_run(blocks[0]):
-            start = int(blocks[0, 0]) * self.block_size + int(begin[0])
-            return Decodes(rows, 1, Keys(start, int(end[0] - begin[0])), fused)
+            start, count = int(blocks[0, 0]) * self.block_size + int(begin[0]), int(end[0] - begin[0])
+            return Decodes(rows, 1, Keys(start, count), fused, distances=self._distances(spec, end - begin, count))
         bias = self._bias(begin, end, num_keys)
         if bias is not None and not fused:
             bias = bias.to(self.matmul_dtype).expand(-1, spec.num_kv_heads, -1, -1).flatten(0, 1)
-        holes = self._holes(spec, extents.num_blocks, end, width)
-        return Decodes(rows, num_requests, self._gather(spec, blocks), fused, bias, holes)
+        holes, distances = self._holes(spec, extents.num_blocks, end, width), self._distances(spec, end, num_keys)
+        return Decodes(rows, num_requests, self._gather(spec, blocks), fused, bias, distances, holes)
+
+    def _distances(self, spec: AttentionSpec, end: np.ndarray, num_keys: int) -> Tensor | None:
+        """[requests, num_keys]: of each key to the last one before the request's end, which is the query's own."""
+        if spec.slopes is None:
+            return None
+        return upload((np.arange(num_keys) - (end[:, None] - 1)).astype(np.float32), self.device)
 
     def _gather(self, spec: AttentionSpec, blocks: np.ndarray) -> Keys:
         """blocks [requests, blocks a request]"""
@@ -214,7 +221,7 @@ class Planner:
         """extents of one request: integers."""
         begin, num_queries, seq_len, first_key, first_block, num_blocks = extents
         rows, window, source, origin = slice(begin, begin + num_queries), spec.sliding_window, None, 0
-        fused = spec.soft_cap is None and not self.fast_products
+        fused = is_plain(spec) and not self.fast_products
         if seq_len > num_queries:
             blocks = table[first_block : first_block + num_blocks].astype(np.int64)
             num_keys, origin = num_blocks * self.block_size, first_block * self.block_size
@@ -247,6 +254,11 @@ class Planner:
             corner = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
             self.corners[window] = corner
         return corner[QUERY_TILE - num_queries :, corner.shape[1] - num_keys :]
+
+
+def is_plain(spec: AttentionSpec) -> bool:
+    """Whether torch's fused kernel can compute it: scores are products, scaled and masked."""
+    return spec.soft_cap is None and spec.slopes is None
 
 
 def split_by_length(num_blocks: np.ndarray, block_bytes: int) -> list[np.ndarray]:

@@ -1,15 +1,15 @@
 """Which backend computes attention, and why. `auto` takes the first of the device's preferences that can run here; of
-those that must prove themselves, the first whose answer on the device was the reference's."""
+those that must prove themselves, the first whose answer on the device was the reference's. Layers that keep a latent
+vector have a registry of their own, with the same names as far as there are backends for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec
-from minivllm.attention.codes import CODES
 from minivllm.errors import ConfigError
 from minivllm.registry import Registry
 
@@ -37,9 +37,25 @@ def nobody_proves(backend: type[AttentionBackend]) -> tuple[bool, str]:
     return False, "nothing has proven it on this device"
 
 
+KEEPS_HEADS = "it keeps K and V of each head, and this model's layers keep one vector a token (MLA)"
+
+
 class Choice(NamedTuple):
     name: str
     reason: str
+
+
+def is_latent(layers: Sequence[AttentionSpec]) -> bool:
+    return any(layer.latent is not None for layer in layers)
+
+
+def check_alike(layers: Sequence[AttentionSpec], beside: Sequence[AttentionSpec]) -> None:
+    """Raises ConfigError unless one backend can serve them all. beside: a draft model's."""
+    if beside and is_latent(beside) != is_latent(layers):
+        raise ConfigError(
+            "the model and its draft model cannot share a KV cache: one keeps K and V of each head, the other one "
+            "vector a token (MLA). Use spec_decode.method=ngram, or none"
+        )
 
 
 def choose(
@@ -52,44 +68,60 @@ def choose(
 ) -> tuple[type[AttentionBackend], Choice]:
     """The backend called `name`, or the best one for "auto". Raises ConfigError if it cannot run on `device`.
 
-    kv_dtype: of the cache; None or any floating-point dtype suits every backend. proves: asked for "auto" alone, of a
+    kv_dtype: of the cache; None: the model's, which suits every backend. proves: asked for "auto" alone, of a
     candidate that must prove itself, when nothing better can run.
     """
     if name != "auto":
-        backend, obstacle = _look(name, device, registry, kv_dtype)
+        backend, unsupported = _look(name, device, layers, registry, kv_dtype)
         if backend is None:
-            raise ConfigError(f"runner.attention={name} cannot run here: {obstacle}. Use runner.attention=auto.")
+            raise ConfigError(f"runner.attention={name} cannot run here: {unsupported}. Use runner.attention=auto.")
+        _check_slopes(name, backend, layers)
         return backend, Choice(name, _asked(*registry.parts(name)))
     passed_over = []
     for candidate, merit in PREFERENCES.get(device.type, ()):
-        if candidate not in registry.names():
+        if candidate not in registry.names() and not is_latent(layers):
             continue
-        backend, obstacle = _look(candidate, device, registry, kv_dtype)
+        backend, unsupported = _look(candidate, device, layers, registry, kv_dtype)
         if backend is not None and candidate in PROVEN:
             holds, why = proves(backend)
-            backend, obstacle, merit = (backend, None, f"{merit}; {why}") if holds else (None, why, merit)
+            backend, unsupported, merit = (backend, None, f"{merit}; {why}") if holds else (None, why, merit)
         if backend is not None:
             if candidate == "sdpa" and any(layer.soft_cap is not None for layer in layers):
                 merit = f"{merit}; soft-capped scores in plain torch, without a fused kernel"
             return backend, Choice(candidate, _reason(merit, passed_over, candidate, device, registry))
-        passed_over.append(f"{candidate} off: {obstacle}")
+        passed_over.append(f"{candidate} off: {unsupported}")
     why = "; ".join(passed_over) or f"none is made for {device.type}"
-    way_out = "kv.dtype=auto" if kv_dtype in CODES else "another model.device"
+    way_out = "kv.dtype=auto" if kv_dtype is not None else "another model.device"
     raise ConfigError(f"no attention backend can run on {device}: {why}. Choose {way_out}.")
 
 
+def _check_slopes(name: str, backend: type[AttentionBackend], layers: list[AttentionSpec]) -> None:
+    """Those of PREFERENCES all know them."""
+    if any(layer.slopes is not None for layer in layers) and not getattr(backend, "adds_slopes", False):
+        raise ConfigError(
+            f"runner.attention={name} cannot run this model: it adds nothing to scores by the distance of a key "
+            "(ALiBi). Use runner.attention=auto."
+        )
+
+
 def _look(
-    name: str, device: torch.device, registry: Registry, kv_dtype: torch.dtype | None
+    name: str,
+    device: torch.device,
+    layers: list[AttentionSpec],
+    registry: Registry,
+    kv_dtype: torch.dtype | None,
 ) -> tuple[type[AttentionBackend] | None, str | None]:
     """The backend, or None and what stands in its way."""
+    if is_latent(layers) and name not in registry.names():
+        return None, KEEPS_HEADS
     try:
         backend = registry.get(name)
     except ImportError as e:
         return None, f"{e} (install what is missing)"
-    if kv_dtype in CODES - backend.kv_codes:
-        return None, f"it cannot read a KV cache in {str(kv_dtype).removeprefix('torch.')}"
-    obstacle = backend.unavailable(device)
-    return (None, obstacle) if obstacle else (backend, None)
+    if kv_dtype is not None and kv_dtype not in backend.kv_dtypes:
+        return None, f"it cannot keep K and V in {str(kv_dtype).removeprefix('torch.')}"
+    unsupported = backend.unavailable(device)
+    return (None, unsupported) if unsupported else (backend, None)
 
 
 def _asked(first: str, second: str | None = None) -> str:

@@ -2,7 +2,7 @@
 
 Cache layout: [2 (K, V), num_blocks, kv_heads, block_size, head_size]. The keys of one head and block are one piece of
 memory, as a program reads them. In 8 bits: [2, num_blocks, kv_heads, block_size * (head_size + 4)], with scales behind
-the codes (kernels/triton/codes.py).
+the codes (kernels/triton/quantised_kv.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import HND, AttentionSpec, KVSpec, check_layers
-from minivllm.attention.codes import CODES
+from minivllm.attention.quantised_kv import QUANTISED
 from minivllm.attention.rows import send, with_dense_heads
 from minivllm.kernels.triton.tiles import Tile, num_splits
 from minivllm.kernels.triton.tuned import Shape, fixed, plan
 from minivllm.upload import select
 
 if TYPE_CHECKING:
-    from minivllm.compile.context import Turn
+    from minivllm.batch import InputBatch
+    from minivllm.compile.context import Rope
     from minivllm.kernels.triton.paged import Requests
-    from minivllm.runner.batch import InputBatch
 
 
 class _Meta(NamedTuple):
@@ -36,9 +36,10 @@ class _Meta(NamedTuple):
 
 
 class TritonAttention:
+    adds_slopes: ClassVar[bool] = True
     graphs: ClassVar[Literal["none", "decode", "uniform", "any"]] = "uniform"
     kv_layout: ClassVar[str] = HND
-    kv_codes: ClassVar[frozenset[torch.dtype]] = CODES
+    kv_dtypes: ClassVar[frozenset[torch.dtype]] = QUANTISED
     host_tables: ClassVar[bool] = False
     block_axis: ClassVar[int] = 1
 
@@ -54,11 +55,11 @@ class TritonAttention:
         """tiles: of decode and of prefill; None: those that are shipped for the shape and the card."""
         from minivllm.kernels.triton import elementwise, paged
 
-        in_codes = spec.dtype in elementwise.KINDS
-        self.paged, self.write = paged, elementwise.write_codes if in_codes else elementwise.write
+        is_quantised = spec.dtype in elementwise.KINDS
+        self.paged, self.write = paged, elementwise.write_quantised if is_quantised else elementwise.write
         self.rope_write = elementwise.rope_write
         check_layers(layers, spec)
-        assert in_codes or spec.dtype in paged.DTYPES, spec.dtype
+        assert is_quantised or spec.dtype in paged.DTYPES, spec.dtype
         self.spec = spec
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
@@ -67,6 +68,7 @@ class TritonAttention:
         card = torch.cuda.get_device_name(device) if on_gpu else None
         self.scratch = paged.Scratch(self.device)
         self.heads = {layer: _head(paged.Head, layer) for layer in layers}
+        self.by_head = {layer: _by_head(paged.ByHead, layer, self.device) for layer in layers}
         self.plans = {layer: fixed(*tiles) if tiles else plan(_shape(layer, spec), major, card) for layer in layers}
 
     @classmethod
@@ -110,25 +112,26 @@ class TritonAttention:
         self.write(with_dense_heads(k), with_dense_heads(v), *kv, meta.slots)
         self._attend(with_dense_heads(q), kv, meta, layer, out)
 
-    def turn_and_attend(
-        self, qkv: Tensor, turn: Turn, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
+    def rope_and_attend(
+        self, qkv: Tensor, rope: Rope, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor
     ) -> None:
         """qkv [T, heads + 2 kv_heads, head_size] before norm and rotation: both, and the write, are one launch."""
         q = torch.empty_like(out)
-        self.rope_write(with_dense_heads(qkv), q, *kv, meta.slots, *turn)
+        self.rope_write(with_dense_heads(qkv), q, *kv, meta.slots, *rope)
         self._attend(q, kv, meta, layer, out)
 
     def _attend(self, q: Tensor, kv: Tensor, meta: _Meta, layer: AttentionSpec, out: Tensor) -> None:
-        paged, head = self.paged, self.heads[layer]
+        paged, head, by_head = self.paged, self.heads[layer], self.by_head[layer]
         keys, values = kv
         plan = self.plans[layer]
         if meta.decodes is not None:
             decode = plan.decode_tile(len(meta.decodes.rows))
             most = min(meta.longest_decode, layer.sliding_window or meta.longest_decode) // decode.block_n + 1
             splits = num_splits(len(meta.decodes.rows), layer.num_kv_heads, self.num_sms, most)
-            paged.decode(q, keys, values, meta.decodes, head, out, self.scratch, decode, splits)
+            paged.decode(q, keys, values, meta.decodes, head, out, self.scratch, decode, splits, by_head)
         if meta.others is not None:
-            paged.prefill(q, keys, values, meta.others, head, out, plan.prefill_tile(meta.others.num_queries))
+            prefill = plan.prefill_tile(meta.others.num_queries)
+            paged.prefill(q, keys, values, meta.others, head, out, prefill, by_head)
         if out.shape[0] > meta.num_tokens:  # nobody reads padding rows, but they pass through the layers that follow
             out[meta.num_tokens :].zero_()
 
@@ -136,6 +139,10 @@ class TritonAttention:
 def _head(cls: type, layer: AttentionSpec):
     heads = layer.num_heads, layer.num_kv_heads, layer.head_size
     return cls(*heads, layer.scale, layer.sliding_window or 0, layer.soft_cap or 0.0)
+
+
+def _by_head(cls: type, layer: AttentionSpec, device: torch.device):
+    return cls(None if layer.slopes is None else torch.tensor(layer.slopes, dtype=torch.float32, device=device))
 
 
 def _shape(layer: AttentionSpec, spec: KVSpec) -> Shape:

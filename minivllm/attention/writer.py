@@ -1,4 +1,4 @@
-"""Who writes new K and V into an HND cache: one Triton launch on a GPU, its twin in torch elsewhere."""
+"""Who writes new K and V into an HND cache: one Triton launch on a GPU, its reference in torch elsewhere."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def choose_writer(device: torch.device) -> Write:
     if device.type == "cuda" and find_spec("triton") is not None:
         from minivllm.kernels.triton.elementwise import write
     else:
-        from minivllm.kernels.twins import write
+        from minivllm.kernels.reference import write
     return write

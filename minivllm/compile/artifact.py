@@ -53,7 +53,7 @@ class Artifact:
     made = "Inductor's artifacts"
     file = "piece.bin"
 
-    def obstacle(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type != "cpu" and find_spec("triton") is None:
             return "triton is not installed, which compiles for GPUs"
         if not any(map(shutil.which, filter(None, (os.environ.get("CC"), *COMPILERS)))):

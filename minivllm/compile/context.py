@@ -1,7 +1,7 @@
 """What attention needs and a model's forward must not carry: the one ambient value of the engine.
 
 A model calls `attend(q, k, v, layer)`. The KV cache, the block tables and the backend come from a context variable that
-the runner sets for the length of one forward. So a model is a function of (token_ids, positions) alone, which is what
+the runner sets for the length of one forward. So a model is a function of (x, positions) alone, which is what
 lets it be traced once, split at this call and captured (vLLM's `forward_context`).
 """
 
@@ -42,6 +42,19 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def run_forward(
+    forward: Callable[[Any], Tensor],
+    batch: Any,
+    backend: AttentionBackend,
+    kv_caches: list[Tensor],
+    layers: list[AttentionSpec],
+) -> Tensor:
+    """forward(batch) -> hidden [T, hidden], while attention finds what belongs to it. Every forward of the engine is
+    run here. What a batch is, is between the backend and `forward`."""
+    with forward_context(ForwardContext(backend, backend.prepare(batch), kv_caches, layers)):
+        return forward(batch)
 
 
 @contextmanager
@@ -93,7 +106,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
     return out
 
 
-class Turn(NamedTuple):
+def attend_latent(q: Tensor, latent: Tensor, expand: Tensor, value_size: int, layer: int) -> Tensor:
+    """The same in a layer that keeps a latent vector (attention/base.py: LatentBackend). q [T, heads, head_size],
+    latent [T, rank + rope_size], expand [heads, head_size - rope_size + value_size, rank] -> [T, heads, value_size]."""
+    out = q.new_empty(*q.shape[:2], value_size)
+    if _current.get(None) is None:
+        _attend_op(q, latent, expand, out, layer)
+    else:
+        aside(_attend_into, q, latent, expand, out, layer=layer)
+    return out
+
+
+class Rope(NamedTuple):
     """How q and k are normed and rotated."""
 
     positions: Tensor  # [T] int64
@@ -103,28 +127,28 @@ class Turn(NamedTuple):
     eps: float
 
 
-def _attend_turned_into(
+def _attend_with_rope_into(
     qkv: Tensor, positions: Tensor, out: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, layer: int
 ) -> None:
-    context, turn = _current.get(), Turn(positions, cos, sin, weight, eps)
-    context.backend.turn_and_attend(qkv, turn, context.kv_caches[layer], context.meta, context.layers[layer], out)
+    context, rope = _current.get(), Rope(positions, cos, sin, weight, eps)
+    context.backend.rope_and_attend(qkv, rope, context.kv_caches[layer], context.meta, context.layers[layer], out)
 
 
-_attend_turned_op = opaque(
-    "attend_turned(Tensor qkv, Tensor positions, Tensor(a!) out, Tensor cos, Tensor sin, Tensor? weight, float eps, "
+_attend_with_rope_op = opaque(
+    "attend_with_rope(Tensor qkv, Tensor positions, Tensor(a!) out, Tensor cos, Tensor sin, Tensor? weight, float eps, "
     "int layer) -> ()",
-    _attend_turned_into,
+    _attend_with_rope_into,
     lambda *_: None,
 )
 
 
-def attend_turned(qkv: Tensor, turn: Turn, num_heads: int, layer: int) -> Tensor:
+def attend_with_rope(qkv: Tensor, rope: Rope, num_heads: int, layer: int) -> Tensor:
     """As attend, of q, k and v [T, heads + 2 kv_heads, head_size] as the product gave them: for a backend that norms,
-    rotates and writes them to the cache in one launch (`turn_and_attend`). -> [T, heads, head_size]."""
+    rotates and writes them to the cache in one launch (`rope_and_attend`). -> [T, heads, head_size]."""
     out = qkv.new_empty(qkv.shape[0], num_heads, qkv.shape[2])
-    positions, cos, sin, weight, eps = turn
+    positions, cos, sin, weight, eps = rope
     if _current.get(None) is None:
-        _attend_turned_op(qkv, positions, out, cos, sin, weight, eps, layer)
+        _attend_with_rope_op(qkv, positions, out, cos, sin, weight, eps, layer)
     else:
-        aside(_attend_turned_into, qkv, positions, out, cos=cos, sin=sin, weight=weight, eps=eps, layer=layer)
+        aside(_attend_with_rope_into, qkv, positions, out, cos=cos, sin=sin, weight=weight, eps=eps, layer=layer)
     return out

@@ -26,7 +26,7 @@ class Form(Protocol):
     made: str  # what it makes, for people
     file: str  # that holds a piece, in its entry of the store
 
-    def obstacle(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         """Why nothing can be built here, or None."""
         ...
 

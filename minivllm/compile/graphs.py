@@ -23,7 +23,7 @@ from torch import Tensor
 from minivllm.compile.breaks import Break, broken_off
 from minivllm.compile.program import Piece
 
-Forward = Callable[[Tensor, Tensor], Tensor]  # token_ids [T], positions [T] -> hidden [T, hidden]
+Forward = Callable[[Tensor, Tensor], Tensor]  # x [T, hidden], positions [T] -> hidden [T, hidden]
 Interrupt = Callable[[Break], None]
 
 
@@ -152,8 +152,11 @@ class Exact:
     def fit(self, num_tokens: int) -> int:
         return num_tokens
 
-    def inputs(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return token_ids, positions
+    def room(self, num_tokens: int) -> Tensor | None:
+        return None
+
+    def inputs(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return x, positions
 
     def wrap(self, piece: Piece) -> Piece:
         return piece
@@ -184,7 +187,12 @@ class Captures:
         """Token rows of a step."""
         return min((size for size in self.sizes if size >= num_tokens), default=num_tokens)
 
-    def inputs(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def room(self, num_tokens: int) -> Tensor | None:
+        """Where x [num_tokens, hidden] may be written, so that `inputs` need not copy it."""
+        held = self._inputs.get(num_tokens)
+        return held and held[0]
+
+    def inputs(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The size's own buffers, filled.
 
         Inductor's kernels read inputs at multiples of 16 bytes, and its wrappers copy an input that lies elsewhere, in
@@ -192,18 +200,19 @@ class Captures:
         torch's allocator begins (at a multiple of 512 bytes on a GPU). Were one to, its copy would be captured with the
         rest, and be right as long as the input stays in its place, which is asserted: slower, not wrong.
         """
-        size = len(token_ids)
+        size = len(x)
         if size > self.sizes[0]:
             self._size = None
-            return token_ids, positions
+            return x, positions
         self._size = size
         if size not in self._inputs:
             self._refuse_if_sealed()
             assert size in self.sizes, f"{size} tokens were not padded to a captured size: {self.sizes}"
-            self._inputs[size] = token_ids.clone(), positions.clone()
+            self._inputs[size] = x.clone(), positions.clone()
         buffers = self._inputs[size]
-        for buffer, given in zip(buffers, (token_ids, positions), strict=True):
-            buffer.copy_(given)
+        for buffer, given in zip(buffers, (x, positions), strict=True):
+            if given is not buffer:
+                buffer.copy_(given)
         return buffers
 
     def wrap(self, piece: Piece) -> Piece:
@@ -217,7 +226,7 @@ class Captures:
             return self._recorder.record_around(lambda interrupt: (broken_off(forward, args, interrupt),))
 
         call = self._wrap(lambda args: (forward(*args),), record)
-        return lambda token_ids, positions: call([token_ids, positions])[0]
+        return lambda x, positions: call([x, positions])[0]
 
     def open(self) -> None:
         """Other functions are about to be warmed up."""

@@ -25,7 +25,7 @@ class Library:
     made = "shared libraries"
     file = "piece.so"
 
-    def obstacle(self, device: torch.device) -> str | None:
+    def unsupported_reason(self, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"shared libraries are built for CPUs, not for {device.type}"
         compiler = "clang++" if platform.system() == "Darwin" else "g++"

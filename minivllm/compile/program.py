@@ -86,9 +86,9 @@ class Bound:
         self._output = program.output
         self._calls = [self._bind(call, pieces) for call in program.calls]
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         values = self._values
-        values[0], values[1] = token_ids, positions
+        values[0], values[1] = x, positions
         for run, args, outs in self._calls:
             for out, value in zip(outs, run([values[i] for i in args]), strict=True):
                 values[out] = value

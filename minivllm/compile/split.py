@@ -1,6 +1,6 @@
 """Cut a trace at its opaque operations (attention first of all) into pieces; equal pieces are one piece.
 
-n equal layers give n + 1 pieces of three kinds: from the embedding to the first attention, from one attention to the
+n equal layers give n + 1 pieces of three kinds: from the embeddings to the first attention, from one attention to the
 next, from the last one to the final norm. A piece is known by the hash of its text, in which values have numbers
 instead of names: layers that do the same have the same text and are compiled once.
 """

@@ -3,8 +3,8 @@
     program-<key>/program.json  key: the model's description, the source, versions, the machine and its flags
     piece-<hash>/<form's file>  hash: the piece's text, versions, the machine and its flags
 
-Beside each file lies its digest: a library that was damaged would crash the process that loads it, and an artifact is
-unpickled, so it is checked first, and an entry that fails is built again.
+Each entry is sealed (loading/cache.py): a library that was damaged would crash the process that loads it, an artifact
+is unpickled, and both are code. So whose they are and their digests are checked first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.compile.forms import Form
     from minivllm.loading.cache import Cache
 
-PROGRAM, DIGEST = "program.json", "sha256"
+PROGRAM = "program.json"
 
 
 class Store:
@@ -37,11 +37,11 @@ class Store:
 
     def program(self, key: str) -> Program | None:
         """None: not there, or damaged. Likewise `piece`."""
-        path = self._sound(f"program-{key}", PROGRAM)
+        path = self.cache.sealed(f"program-{key}", PROGRAM)
         return Program.from_json(path.read_text()) if path else None
 
     def piece(self, digest: str) -> Piece | None:
-        path = self._sound(f"piece-{digest}", self.form.file)
+        path = self.cache.sealed(f"piece-{digest}", self.form.file)
         return self.form.load(path) if path else None
 
     def pieces(self, program: Program) -> dict[str, Piece] | None:
@@ -61,26 +61,10 @@ class Store:
         def write(folder: Path) -> None:
             nonlocal built
             build(folder)
-            (folder / DIGEST).write_text(_digest(folder / file))
             built = True
 
-        self.cache.entry(name, write)
-        if self._sound(name, file) is None:
-            self.cache.discard(name)
-            self.cache.entry(name, write)
+        self.cache.sealed_entry(name, file, write)
         return built
-
-    def _sound(self, name: str, file: str) -> Path | None:
-        folder = self.cache.root / name
-        try:
-            return folder / file if (folder / DIGEST).read_text() == _digest(folder / file) else None
-        except FileNotFoundError:
-            return None
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def environment(form: Form, device: torch.device, num_threads: int) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minivllm.compile.opaque import OpaqueMethod, is_traceable
 
-INPUTS = ("token_ids", "positions")  # of every model's forward, each [T] int64
+INPUTS = ("x", "positions")  # of every model's forward: [T, hidden]; [T] int64, or [position_rows, T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,14 @@ def trace(pickled: bytes) -> Trace:
     with fake_mode, device, shapes.ignore_fresh_unbacked_symbols():
         num_tokens = shapes.create_unbacked_symint()
         torch._check(num_tokens >= 0)
-        inputs = [torch.empty(num_tokens, dtype=torch.int64) for _ in INPUTS]
+        rows = getattr(model, "position_rows", 1)
+        positions = torch.empty((num_tokens,) if rows == 1 else (rows, num_tokens), dtype=torch.int64)
+        inputs = model.embed(torch.empty(num_tokens, dtype=torch.int64)), positions
 
-    def forward(token_ids: Tensor, positions: Tensor, *weights: Tensor) -> Tensor:
+    def forward(x: Tensor, positions: Tensor, *weights: Tensor) -> Tensor:
         for (holder, key), weight in zip(places.values(), weights, strict=True):
             holder[key] = weight
-        return model(token_ids, positions)
+        return model(x, positions)
 
     with torch.no_grad(), enable_python_dispatcher():
         graph = make_fx(forward, tracing_mode="real")(*inputs, *weights)

@@ -11,8 +11,8 @@ Only the event loop touches the front end and only the core's thread the core, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -29,16 +29,24 @@ from minivllm.engine.messages import (
     Message,
     Refused,
     Report,
+    Resumed,
     Returned,
     Stalled,
 )
-from minivllm.engine.output import RequestOutput
+from minivllm.engine.output import Named, RequestMetrics, RequestOutput
+from minivllm.engine.pooled import PooledOutput
 from minivllm.engine.replica_stats import SummedStats
 from minivllm.errors import BadRequest, EngineDead
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
-from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams
+from minivllm.pooling.text import Text
+from minivllm.request import AS_IT_IS, BeamSearchParams, EngineRequest, PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+AT_ONCE = 256  # texts of a request that are counted before it is others' turn
 
 
 class Watcher(Protocol):
@@ -67,11 +75,11 @@ class AsyncLLM(EngineHandle):
     def _start(self) -> None:
         self.stats = SummedStats(self.config.engine.replicas)
         self.dead_replicas: set[int] = set()
-        self._stalls: dict[int, str] = {}  # by replica: what a step does that runs longer than engine.step_timeout
+        self._stalls: dict[int, str] = {}  # by replica: what a step or call does that outlasts engine.step_timeout
         self.watchers: list[Watcher] = []
         self._calls: dict[int, asyncio.Future] = {}
         self._num_calls = 0
-        self._streams: dict[str, asyncio.Queue[RequestOutput | Exception]] = {}
+        self._streams: dict[str, asyncio.Queue[RequestOutput | PooledOutput | Exception]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: Exception | None = None
         self._link.start(self._receive)
@@ -88,11 +96,14 @@ class AsyncLLM(EngineHandle):
         cache_salt: str = "",
         output_kind: OutputKind = "cumulative",
         lora_request: Asked = None,
-    ) -> AsyncIterator[RequestOutput]:
+        client: str = "",
+        on_start: Callable[[RequestMetrics], None] = lambda metrics: None,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come; the last one has finished=True. Leaving the iterator early aborts the request.
 
         output_kind: each output holds all text so far, only what is new, or ("final") there is only the last one; beams
-        come all at once, at the end.
+        come all at once, at the end. client: whose share of the engine it takes, where scheduler.policy is fair.
+        on_start: is given the request's metrics, which count what is made, whether it is read or not.
         Raises BadRequest before the first item, EngineDead if the step loop has ended.
         """
         if request_id in self._streams:
@@ -100,14 +111,16 @@ class AsyncLLM(EngineHandle):
         self._loop = asyncio.get_running_loop()
         self._check_alive()
         adapter = await self._adapter(lora_request)
-        requests = self._front.requests(prompt, params, request_id, output_kind, priority, cache_salt, adapter)
+        asked = priority, cache_salt, adapter, client
+        requests = self._front.requests(prompt, params, request_id, output_kind, *asked)
+        on_start(self._front.processor.metrics_of(request_id))
         stream = self._streams[request_id] = asyncio.Queue()
         finished = False
         try:
             for request in requests:
                 for watcher in self.watchers:
                     watcher.on_add(request)
-                self._link.send(Add(request))
+            self._link.send(Add.together(requests))
             while not finished:
                 output = await stream.get()
                 if isinstance(output, Exception):
@@ -118,6 +131,34 @@ class AsyncLLM(EngineHandle):
             del self._streams[request_id]
             if not finished:
                 self._abort(request_id)
+
+    async def pool(
+        self, texts: Sequence[Text], request_id: str, *, asked: PoolingParams = AS_IT_IS, client: str = ""
+    ) -> list[np.ndarray]:
+        """The vector of each. Being cancelled aborts them. asked: of all of them.
+
+        Raises EngineDead if the step loop has ended, OutOfMemory or MinivllmError if a text failed."""
+        self._loop = asyncio.get_running_loop()
+        self._check_alive()
+        requests = self.texts.pooling_requests(texts, request_id, asked, client)
+        stream = self._streams[request_id] = asyncio.Queue()
+        try:
+            for i, request in enumerate(requests):
+                for watcher in self.watchers:
+                    watcher.on_add(request)
+                if i % AT_ONCE == AT_ONCE - 1:
+                    await asyncio.sleep(0)
+            number = self.config.engine.replicas
+            for first, *others in filter(None, (requests[i::number] for i in range(number))):  # each has its part
+                self._link.send(Add(first, others=others))
+            output = await stream.get()
+        finally:
+            del self._streams[request_id]
+            if left := self._front.processor.abort(request_id):
+                self._abort_in_core(left)
+        if isinstance(output, Exception):
+            raise output
+        return output.all_vectors()
 
     async def abort(self, request_id: str) -> None:
         """End a request from outside its iterator, which then gets a last output with finish_reason "abort"."""
@@ -156,7 +197,7 @@ class AsyncLLM(EngineHandle):
 
     @property
     def stalled(self) -> str | None:
-        """What a step does that runs longer than engine.step_timeout, in whichever replica."""
+        """What a step or call does that runs longer than engine.step_timeout, in whichever replica."""
         return next(iter(list(self._stalls.values())), None)
 
     async def shutdown(self) -> None:
@@ -195,8 +236,8 @@ class AsyncLLM(EngineHandle):
         for watcher in self.watchers:
             watcher.on_abort(req_ids)
 
-    def _deliver(self, deltas: list[Delta]) -> None:
-        outputs, aborts = self._front.process(deltas)
+    def _deliver(self, deltas: list[Delta], named: Named) -> None:
+        outputs, aborts = self._front.process(deltas, named)
         if aborts:
             self._abort_in_core(aborts)
         for output in outputs:
@@ -228,14 +269,15 @@ class AsyncLLM(EngineHandle):
     def _receive(self, message: Message) -> None:
         if isinstance(message, Report):
             self.stats.take_part(message.replica, message.stats)
-            self._stalls.pop(message.replica, None)
             for watcher in self.watchers:
                 watcher.on_report(message)
             if message.deltas:
-                self._post(self._deliver, message.deltas)
+                self._post(self._deliver, message.deltas, self._front.processor.named(message.deltas))
         elif isinstance(message, Stalled):
             self._stalls[message.replica] = message.plan
             self.stats.on_stall(message.replica)
+        elif isinstance(message, Resumed):
+            self._stalls.pop(message.replica, None)
         elif isinstance(message, Refused):
             self._post(self._refuse, message.req_id, message.error.exception())
         elif isinstance(message, Returned):

@@ -80,7 +80,8 @@ class LinkClient:
     """The core elsewhere: it steps by itself, and polling only takes what it has sent."""
 
     def __init__(self, link: Link):
-        self.stats = SummedStats(link.facts.config.engine.replicas)
+        self._summed = SummedStats(link.facts.config.engine.replicas)
+        self.stats: EngineStats = self._summed
         self._link = link
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._num_calls = 0
@@ -116,7 +117,7 @@ class LinkClient:
     def _take(self, message: Message) -> None:
         """What else may come: a stall, which the core has logged, and news of adapters and of a core that is back."""
         if isinstance(message, Report):
-            self.stats.take_part(message.replica, message.stats)
+            self._summed.take_part(message.replica, message.stats)
         elif isinstance(message, Refused | Ended | Returned):
             raise message.error.exception()
 

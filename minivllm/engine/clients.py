@@ -40,7 +40,6 @@ from minivllm.engine.messages import (
 )
 from minivllm.errors import BadRequest
 from minivllm.plan import Delta
-from minivllm.request import EngineRequest, sequence_ids
 
 COMMANDS_FILE, MESSAGES_FILE = "commands", "messages"
 HELLO_SECONDS = 2.0  # how long a core that could not be built waits for somebody to tell
@@ -115,7 +114,7 @@ class Clients:
     def _as_of_one(self, client: bytes, command: Command) -> Command | None:
         """The command as the step loop shall see it; None if there is nothing left to do."""
         if isinstance(command, Add):
-            return command if self._own(client, command.request) else None
+            return command if self._own(client, command) else None
         if isinstance(command, Abort):
             command.req_ids = [req_id for req_id in command.req_ids if self._owners.get(req_id) == client]
             return self._disowned(command.req_ids)
@@ -129,10 +128,9 @@ class Clients:
             return self._disowned([req_id for req_id, owner in self._owners.items() if owner == gone])
         return command
 
-    def _own(self, client: bytes, request: EngineRequest) -> bool:
+    def _own(self, client: bytes, command: Add) -> bool:
         """False, once the client has been told, if the name is another's: two answers could not be told apart."""
-        beam = request.beam
-        ids = [request.id] if beam is None else sequence_ids(request.group or request.id, beam.beam_width)
+        request, ids = command.request, command.sequence_ids
         if any(req_id in self._owners for req_id in ids):
             error = BadRequest(f'request id "{request.id}" is in use by another front end', "request_id")
             self._send(client, Refused(request.id, Failure.of(error)))

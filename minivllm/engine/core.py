@@ -15,15 +15,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minivllm.errors import EngineDead
+from minivllm.errors import EngineDead, is_no_memory
 from minivllm.executor.base import Executor
-from minivllm.plan import Delta, StepOutput, StepPlan
+from minivllm.plan import NO_MEMORY, AsyncOutput, Delta, StepOutput, StepPlan
 from minivllm.request import EngineRequest, Request
-from minivllm.scheduler.base import Scheduler
+from minivllm.scheduler.protocol import Scheduler
 
 logger = logging.getLogger("minivllm")
 
@@ -61,7 +60,7 @@ class EngineStats:
     generation_tokens: int = 0
     num_drafted: int = 0  # tokens proposed by speculative decoding and computed
     num_accepted: int = 0  # of these, how many became output
-    num_stalled: int = 0  # steps that ran longer than engine.step_timeout
+    num_stalled: int = 0  # steps and calls that ran longer than engine.step_timeout
 
     @property
     def kv_usage(self) -> float:
@@ -103,7 +102,8 @@ class EngineCore:
         check: bool = False,
         overlap: int = 1,
     ):
-        """overlap: how many steps may be in flight; 1: a step's output is known before the next one is planned."""
+        """clock: seconds. All times that a core reports, and what its scheduler takes for now, are its.
+        overlap: how many steps may be in flight; 1: a step's output is known before the next one is planned."""
         self.scheduler = scheduler
         self.executor = executor
         self.observers = list(observers)
@@ -113,7 +113,7 @@ class EngineCore:
         self.stats = EngineStats()
         self.plan: StepPlan | None = None  # the newest
         self._live: set[str] = set()  # order never matters: only asked whether it is empty or holds an id
-        self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, AsyncOutput[StepOutput]]] = deque()
         self._num_idle = 0
 
     @property
@@ -143,39 +143,38 @@ class EngineCore:
 
     def step(self) -> list[Delta]:
         """Schedule, submit, update: one batch of tokens. [] while the first steps of an overlap are on their way."""
-        begin = time.perf_counter()
-        plan = self.plan = self.scheduler.schedule(self.clock())
-        planned = time.perf_counter()
+        clock = self.clock
+        begin = clock()
+        plan = self.plan = self.scheduler.schedule(begin)
+        planned = clock()
         self._in_flight.append((plan, self._submit(plan)))
         deltas: list[Delta] = []
         while len(self._in_flight) >= self.overlap or (self._in_flight and not plan.num_tokens):
-            for landed, out in self._land():
-                executed = time.perf_counter()
-                new = self.scheduler.update(landed, out)
-                self._observe(landed, out, new, begin, planned, executed)
+            for done, out in self._wait_for_oldest():
+                executed = clock()
+                new = self.scheduler.update(done, out)
+                self._observe(done, out, new, begin, planned, executed)
                 deltas += new
-                begin = planned = time.perf_counter()
+                begin = planned = clock()
         return deltas
 
-    def _submit(self, plan: StepPlan) -> Future[StepOutput]:
+    def _submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         try:
             return self.executor.submit(plan)
         except Exception as error:
-            refused: Future[StepOutput] = Future()
-            refused.set_exception(error)
-            return refused
+            return AsyncOutput.failed(error)
 
-    def _land(self) -> list[tuple[StepPlan, StepOutput]]:
-        """Wait for the oldest step. If it failed, those in flight behind it were not run: they built on it."""
-        plan, future = self._in_flight[0]
+    def _wait_for_oldest(self) -> list[tuple[StepPlan, StepOutput]]:
+        """The oldest step's output. If it failed, those in flight behind it were not run: they built on it."""
+        plan, output = self._in_flight[0]
         try:
-            landed = [(plan, future.result())]
+            done = [(plan, output.result())]
         except Exception as error:
             behind = list(self._in_flight)[1:]
-            landed = [(plan, _failed(plan, error)), *((later, StepOutput(is_lost=True)) for later, _ in behind)]
-        for _ in landed:
+            done = [(plan, _failed(plan, error)), *((later, StepOutput(is_lost=True)) for later, _ in behind)]
+        for _ in done:
             self._in_flight.popleft()
-        return landed
+        return done
 
     def shutdown(self) -> None:
         self.executor.shutdown()
@@ -193,7 +192,7 @@ class EngineCore:
         if self.check:
             self.scheduler.check()
         if self.observers:
-            done = time.perf_counter()
+            done = self.clock()
             times = {"schedule": planned - begin, "execute": executed - planned, "update": done - executed}
             for observer in self.observers:
                 observer.on_step(plan, out, deltas, {name: 1e3 * seconds for name, seconds in times.items()})
@@ -202,5 +201,5 @@ class EngineCore:
 def _failed(plan: StepPlan, error: Exception) -> StepOutput:
     """A step that raised may end the requests that were in it, and no others; nothing of it is published."""
     logger.error("a step with %d requests failed", len(plan.num_tokens), exc_info=error)
-    message = f"{type(error).__name__}: {error}"
+    message = NO_MEMORY if is_no_memory(error) else f"{type(error).__name__}: {error}"
     return StepOutput(errors=dict.fromkeys(plan.num_tokens, message), is_failed=True)

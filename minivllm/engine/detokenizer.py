@@ -24,9 +24,11 @@ REPLACEMENT = "\ufffd"
 class TokenStream(Protocol):
     def push(self, token_id: int) -> str:
         """The text that is certain now."""
+        ...
 
     def flush(self) -> str:
         """The rest: what a decoder of the whole sequence shows for an unfinished character."""
+        ...
 
 
 class ByteStream:

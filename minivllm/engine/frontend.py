@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +18,21 @@ from minivllm.engine.build import build
 from minivllm.engine.core import Observer
 from minivllm.engine.link import Link, ThreadLink
 from minivllm.engine.messages import Facts
-from minivllm.engine.output import OutputProcessor, RequestOutput
-from minivllm.engine.prepare import children, prepare
+from minivllm.engine.output import Named, OutputProcessor, RequestOutput
+from minivllm.engine.pooling import PoolingFrontEnd
+from minivllm.engine.prepare import children, fitted, resolve
+from minivllm.engine.prompt_embeds import KEY as PROMPT_EMBEDS
+from minivllm.engine.prompt_embeds import check_params, embeds_of
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest, ConfigError
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.table import Adapter, find, lora_is_off
 from minivllm.plan import Delta
+from minivllm.pooling.task import GENERATE
 from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
 
-# Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dictionary may have a "cache_salt".
+# Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dictionary may have a "cache_salt", and with or
+# without a text or ids "prompt_embeds", vectors that stand before them.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 OutputKind = Literal["cumulative", "delta", "final"]
 Messages = Sequence[Mapping[str, Any]]
@@ -47,10 +52,9 @@ class EngineHandle:
 
     model: an alias, a folder, a .gguf file, dummy:<shape> or a Hub id; the default needs no account and no GPU.
     preset and overrides={"kv.prefix": "none"} set any option; vLLM's keywords (max_model_len, max_num_seqs,
-    max_num_batched_tokens, enable_prefix_caching, dtype, seed ...) do the same for the common ones.
+    max_num_batched_tokens, enable_prefix_caching, dtype, seed ...) do the same for the common ones. clock: seconds, for
+    all times of requests; one that is not the machine's needs a core in this process.
     """
-
-    task = "generate"
 
     def __init__(
         self,
@@ -59,14 +63,16 @@ class EngineHandle:
         preset: str = "v1",
         overrides: Mapping[str, Any] | None = None,
         observers: Sequence[Observer] = (),
+        clock: Callable[[], float] = time.monotonic,
         **vllm_names: Any,
     ):
-        self._use(_connect(make_config(model, preset, overrides, vllm_names), observers))
+        self._use(_connect(make_config(model, preset, overrides, vllm_names), observers, clock))
 
     def _use(self, link: Link, front_end: int = 0) -> None:
         """front_end: its number, where several share the engine."""
         self._link = link
         self._core = link.core if isinstance(link, ThreadLink) else None
+        self.clock = self._core.clock if self._core else time.monotonic
         facts = link.facts
         self.config = facts.config
         self.decisions: list[Decision] = facts.decisions
@@ -74,12 +80,21 @@ class EngineHandle:
         self.model_name = facts.model_name
         self.info = facts.info
         self._loras = {adapter.name: adapter for adapter in facts.adapters}
-        self._front = FrontEnd(facts, front_end)
+        self.task: str = facts.info.get("task", GENERATE)
+        front = FrontEnd if self.task == GENERATE else PoolingFrontEnd
+        self._front = front(facts, front_end, self.clock)
         self.tokenizer = self._front.tokenizer
         self._start()
 
     def _start(self) -> None:
         """What a subclass needs beside the engine."""
+
+    @property
+    def texts(self) -> PoolingFrontEnd:
+        """What a model that embeds or scores takes. Raises BadRequest for one that was loaded to generate."""
+        if isinstance(self._front, PoolingFrontEnd):
+            return self._front
+        raise BadRequest(f'{self.model_name} was loaded to generate: LLM(model, task="embed") embeds and scores')
 
     def list_loras(self) -> list[Adapter]:
         """The LoRA adapters that requests may name, oldest first."""
@@ -96,11 +111,13 @@ class EngineHandle:
         return find(self._loras, name).name if name else ""
 
 
-def _connect(config: EngineConfig, observers: Sequence[Observer]) -> Link:
+def _connect(config: EngineConfig, observers: Sequence[Observer], clock: Callable[[], float]) -> Link:
     if config.engine.core == "inproc":
-        return ThreadLink(build(config, observers))
+        return ThreadLink(build(config, observers, clock))
     if observers:
         raise ConfigError("observers watch a core in this process: engine.core=inproc (for a trace: debug.trace=FILE)")
+    if clock is not time.monotonic:
+        raise ConfigError("a clock of your own can only be read by a core in this process: engine.core=inproc")
     from minivllm.engine.replicas import start_cores  # ZeroMQ's, which a core in this process has no use for
 
     return start_cores(config)
@@ -115,25 +132,29 @@ def salt_of(prompt: Prompt) -> str:
 
 
 class FrontEnd:
-    def __init__(self, facts: Facts, number: int = 0):
-        """number: of several front ends of one engine; each draws seeds of its own."""
+    def __init__(self, facts: Facts, number: int = 0, clock: Callable[[], float] = time.monotonic):
+        """number: of several front ends of one engine; each draws seeds of its own. clock: the core's."""
         self.max_model_len = facts.max_model_len
         self.tokenizer = TextTokenizer.load(Path(facts.tokenizer_dir))
         self.processor = OutputProcessor(self.tokenizer)
+        self.clock = clock
         self._vocab_size = facts.info["vocab_size"]
+        self._embed_size = facts.info.get("embed_size", 0)
+        self._max_logprobs = facts.config.engine.max_logprobs
+        self._own = object()  # tells what this front end has resolved from what another has
         self._rng = random.Random(f"{facts.config.model.seed}/{number}" if number else facts.config.model.seed)
 
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text if it was given, token ids). Raises BadRequest for anything that is no prompt."""
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", PROMPT_EMBEDS}
             if unknown or not prompt:
                 raise BadRequest(
-                    f'a prompt dictionary has "prompt" or "prompt_token_ids", and may have "cache_salt"; not '
-                    f"{sorted(unknown)}",
+                    'a prompt dictionary has "prompt", "prompt_token_ids" or "prompt_embeds", and may have '
+                    f'"cache_salt"; not {sorted(unknown)}',
                     "prompt",
                 )
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt", [] if PROMPT_EMBEDS in prompt else None))
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
@@ -154,31 +175,52 @@ class FrontEnd:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str = "",
+        client: str = "",
     ) -> list[EngineRequest]:
         """The engine requests of one prompt: one for each of n samples, or one that searches with beams. Their outputs
         are expected from now on.
 
         adapter: the name of a LoRA adapter; the engine core refuses one that is not loaded when the request arrives.
+        client: whose share of the engine they take, where scheduler.policy is fair.
         """
         text, token_ids = self.tokenize(prompt)
+        embeds = embeds_of(prompt, self._embed_size, self.max_model_len)
+        if embeds.items:
+            token_ids = [*embeds.token_ids, *token_ids]
+            check_params(params.step if isinstance(params, BeamSearchParams) else params)
         cache_salt = salt_of(prompt) or cache_salt
         beam = params if isinstance(params, BeamSearchParams) else None
-        resolved = self.prepare(beam.step if beam else params, token_ids)
+        resolved = self.prepare(beam.step, token_ids, -1) if beam else self.prepare(params, token_ids)
         each = [resolved] if beam else children(resolved)
         num_outputs = beam.beam_width if beam else resolved.num_sequences
         ids = sequence_ids(request_id, num_outputs)
         group = request_id if num_outputs > 1 else ""
-        now = time.monotonic()
+        now = self.clock()
         self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
         return [
-            EngineRequest(req_id, token_ids, child, now, priority, adapter, cache_salt, group, beam)
+            EngineRequest(
+                *(req_id, token_ids, child, now, priority, adapter, cache_salt, group, beam, client),
+                items=embeds.items,
+                contents=embeds.contents,
+            )
             for req_id, child in zip(ids, each, strict=False)
         ]
 
-    def prepare(self, params: SamplingParams, token_ids: list[int]) -> SamplingParams:
-        """Check the parameters against prompt, model and tokenizer, and decide what was left open."""
-        return prepare(params, token_ids, self.tokenizer, self.max_model_len, self._rng, self._vocab_size)
+    def prepare(self, params: SamplingParams, token_ids: list[int], most: int | None = None) -> SamplingParams:
+        """Check the parameters against prompt, model and tokenizer, and decide what was left open. most: reported
+        tokens of a position; None: as configured."""
+        most = self._max_logprobs if most is None else most
+        return fitted(self._resolved(params, most), token_ids, self.max_model_len, self._rng, self._vocab_size)
 
-    def process(self, deltas: list[Delta]) -> tuple[list[RequestOutput], list[str]]:
-        """Outputs for the clients, and the ids that the engine core shall abort (a stop string was found)."""
-        return self.processor.process(deltas, time.monotonic())
+    def _resolved(self, params: SamplingParams, most: int) -> SamplingParams:
+        """Made once for all prompts of a request, which come with one object, and between those of other requests."""
+        owner, resolved = params.__dict__.get("resolved", (None, None))
+        if owner is not self._own:
+            resolved = resolve(params, self.tokenizer, self._vocab_size, most)
+            params.__dict__["resolved"] = self._own, resolved
+        return resolved
+
+    def process(self, deltas: list[Delta], named: Named | None = None) -> tuple[list[RequestOutput], list[str]]:
+        """Outputs for the clients, and the ids that the engine core shall abort (a stop string was found). named:
+        OutputProcessor.named's, if that has been called."""
+        return self.processor.process(deltas, self.clock(), named)

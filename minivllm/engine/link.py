@@ -16,12 +16,15 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from minivllm.engine.build import Engine
 from minivllm.engine.compilations import Compilations
+from minivllm.engine.grammar_trials import GrammarTrials
 from minivllm.engine.messages import Close, Command, Facts, Message
 from minivllm.engine.step_loop import StepLoop
+from minivllm.engine.watchdog import Body
 
 Receive = Callable[[Message], None]
 
@@ -56,10 +59,14 @@ def facts_of(engine: Engine) -> Facts:
 
 
 def step_loop(
-    engine: Engine, take: Callable[[float | None], Command | None], post: Callable[[Message], None]
+    engine: Engine,
+    take: Callable[[float | None], Command | None],
+    post: Callable[[Message], None],
+    body: Body | None = None,
 ) -> StepLoop:
     timeout = engine.config.engine.step_timeout
-    return StepLoop(engine.core, engine.calls, take, post, timeout, Compilations(engine.grammars))
+    compilations = Compilations(engine.grammars, partial(GrammarTrials, engine.grammars))
+    return StepLoop(engine.core, engine.calls, take, post, timeout, compilations, body)
 
 
 class ThreadLink:
@@ -71,10 +78,11 @@ class ThreadLink:
         self.facts = facts_of(engine)
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._loop: StepLoop | None = None
 
     def start(self, receive: Receive) -> None:
-        loop = step_loop(self.engine, self._take, receive)
-        self._thread = threading.Thread(target=loop.run, name="minivllm-step", daemon=True)
+        self._loop = step_loop(self.engine, self._take, receive)
+        self._thread = threading.Thread(target=self._loop.run, name="minivllm-step", daemon=True)
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -83,9 +91,11 @@ class ThreadLink:
     def close(self) -> None:
         if self._thread is None:
             self.core.shutdown()
-        elif self._thread.is_alive():
+            return
+        if self._thread.is_alive():
             self._inbox.put(Close())
             self._thread.join()
+        self._loop.close()
 
     @property
     def is_running(self) -> bool:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from minivllm.engine.client import EngineClient, InprocClient, LinkClient
-from minivllm.engine.frontend import Asked, EngineHandle, Messages, Prompt, make_config
+from minivllm.engine.frontend import Asked, EngineHandle, Messages, Prompt
 from minivllm.engine.link import ThreadLink
 from minivllm.engine.output import RequestOutput
+from minivllm.engine.pooled import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+from minivllm.engine.pooling import Prompt as PoolingPrompt
+from minivllm.engine.pooling import paired
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.table import Adapter
-from minivllm.pooling.task import GENERATE, choose_task
-from minivllm.request import BeamSearchParams, SamplingParams
+from minivllm.pooling.text import Text
+from minivllm.request import BeamSearchParams, PoolingParams, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Params = SamplingParams | BeamSearchParams
 
@@ -23,16 +29,8 @@ Params = SamplingParams | BeamSearchParams
 class LLM(EngineHandle):
     """Offline batches: a call returns when all of its prompts are done. Arguments: see EngineHandle.
 
-    With a model that embeds, or task="embed", it is a PoolingLLM (engine/pooling_llm.py): embed() and score() instead
-    of generate().
+    A model that embeds, or task="embed", has embed() and score() instead of generate() and what stands on it.
     """
-
-    def __new__(cls, model: str | None = None, *, preset: str = "v1", overrides=None, observers=(), **vllm_names: Any):
-        if cls is LLM and choose_task(make_config(model, preset, overrides, vllm_names)).value != GENERATE:
-            from minivllm.engine.pooling_llm import PoolingLLM
-
-            return super().__new__(PoolingLLM)
-        return super().__new__(cls)
 
     def _start(self) -> None:
         link = self._link
@@ -49,6 +47,7 @@ class LLM(EngineHandle):
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         lora_request: Asked | Sequence[Asked] = None,
+        client: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs in the order of the prompts. Greedy, sampled and beam requests may be mixed.
 
@@ -56,17 +55,20 @@ class LLM(EngineHandle):
         "cache_salt". sampling_params: for all, or one each. priority: one each; the lowest goes first where
         scheduler.policy is priority.
         lora_request: the adapter of all prompts or of each, as a LoRARequest (loaded if it is not) or a loaded name.
+        client: whose share of the engine they take, one or one each, where scheduler.policy is fair.
         Raises BadRequest, and runs nothing on, if one prompt or its parameters cannot be served.
         """
         prompts = as_list(prompts)
         each = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts))
         priorities = _one_each("priority", priority or 0, len(prompts))
         adapters = [self._adapter(asked) for asked in _one_each("lora_request", lora_request, len(prompts))]
+        clients = _one_each("client", client, len(prompts))
         ids: list[str] = []
         try:
-            for prompt, params, prio, adapter in zip(prompts, each, priorities, adapters, strict=True):
+            for prompt, params, prio, adapter, whose in zip(prompts, each, priorities, adapters, clients, strict=True):
                 ids.append(str(next(self._ids)))
-                for request in self._front.requests(prompt, params, ids[-1], "final", prio, adapter=adapter):
+                asked = {"priority": prio, "adapter": adapter, "client": whose}
+                for request in self._front.requests(prompt, params, ids[-1], "final", **asked):
                     self._client.add(request)
             outputs = self._run(len(prompts), use_tqdm)
         except BaseException:  # an error, or Ctrl-C: leave nothing running behind
@@ -119,13 +121,48 @@ class LLM(EngineHandle):
         """
         return self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
 
-    def embed(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises BadRequest: this model was loaded to generate. PoolingLLM has it."""
-        raise BadRequest(f'{self.model_name} was loaded to generate: LLM(model, task="embed") embeds')
+    def embed(
+        self,
+        prompts: PoolingPrompt | Sequence[PoolingPrompt],
+        *,
+        use_tqdm: bool = True,
+        dimensions: int | None = None,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Each text's vector, in their order.
 
-    def score(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises BadRequest: this model was loaded to generate. PoolingLLM has it."""
-        raise BadRequest(f'{self.model_name} was loaded to generate: LLM(model, task="embed") scores')
+        dimensions: only the first numbers, at unit length again if the model's vectors are (Matryoshka).
+        use_activation: at unit length or not; None: as the model says.
+        truncate_prompt_tokens: leave out the end of texts that have more tokens; -1: more than the model takes.
+        Raises BadRequest before anything runs if one of the texts cannot be embedded.
+        """
+        self.texts.check_dimensions(dimensions)
+        texts = [self.texts.text(prompt, truncate_prompt_tokens) for prompt in as_list(prompts)]
+        vectors = self._pool(texts, PoolingParams(dimensions=dimensions, use_activation=use_activation), use_tqdm)
+        return [
+            EmbeddingRequestOutput(str(next(self._ids)), list(text.token_ids), EmbeddingOutput(vector.tolist()))
+            for text, vector in zip(texts, vectors, strict=True)
+        ]
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        use_tqdm: bool = True,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well each document answers the query: by cosine similarity, or by a cross-encoder's head. Each of several
+        queries goes with the document at its place. use_activation: False leaves a head's scores as they are, before
+        its sigmoid. Raises BadRequest."""
+        scoring = self.texts.scoring(paired(query, documents), truncate_prompt_tokens)
+        scores = scoring.scores(self._pool(scoring.texts, PoolingParams(use_activation=use_activation), use_tqdm))
+        return [
+            ScoringRequestOutput(str(next(self._ids)), list(scoring.texts[document].token_ids), ScoringOutput(score))
+            for document, score in zip(scoring.documents, scores, strict=True)
+        ]
 
     def load_lora(self, name: str, path: str) -> Adapter:
         """Load an adapter (PEFT's folder) to be named by requests. Raises AdapterError."""
@@ -155,6 +192,27 @@ class LLM(EngineHandle):
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _pool(self, texts: Sequence[Text], asked: PoolingParams, use_tqdm: bool) -> list[np.ndarray]:
+        """The vector of each."""
+        from tqdm import tqdm
+
+        ids = [str(next(self._ids)) for _ in texts]
+        number = {req_id: i for i, req_id in enumerate(ids)}
+        found: dict[str, np.ndarray] = {}
+        try:
+            for req_id, text in zip(ids, texts, strict=True):
+                for request in self.texts.pooling_requests([text], req_id, asked):
+                    self._client.add(request)
+            with tqdm(total=len(ids), desc="Processed texts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                while len(found) < len(ids):
+                    for output in self._front.process(self._client.poll(None))[0]:
+                        (found[output.request_id],) = output.all_vectors(f"text {number[output.request_id]}: ")
+                        bar.update()
+        except BaseException:  # an error, or Ctrl-C: leave nothing running behind
+            self._client.abort([child for req_id in ids for child in self._front.processor.abort(req_id)])
+            raise
+        return [found[req_id] for req_id in ids]
 
     def _run(self, num_prompts: int, use_tqdm: bool) -> dict[str, RequestOutput]:
         from tqdm import tqdm

@@ -7,6 +7,7 @@ the front end that sends it. Nothing is ever pickled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from minivllm.config import Decision, EngineConfig
 from minivllm.engine.core import EngineStats
 from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
-from minivllm.request import EngineRequest
+from minivllm.request import EngineRequest, Sibling, sequence_ids
 
 
 class Command(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -24,7 +25,29 @@ class Command(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class Add(Command):
-    request: EngineRequest
+    """A prompt's sequences. What they share, such as lists as long as the vocabulary, is sent once, and is one object
+    for all of them behind the wire, too."""
+
+    request: EngineRequest  # the first
+    siblings: list[Sibling] = []
+    others: list[EngineRequest] = []  # with prompts of their own, which shall run together with it
+
+    @classmethod
+    def together(cls, requests: Sequence[EngineRequest]) -> Add:
+        first, *others = requests
+        return cls(first, [Sibling(other.id, other.params.seed) for other in others])
+
+    @property
+    def sequence_ids(self) -> list[str]:
+        """Those that deltas bear."""
+        request = self.request
+        if request.beam is not None:
+            return sequence_ids(request.group or request.id, request.beam.beam_width)
+        return [request.id, *(sibling.id for sibling in self.siblings), *(other.id for other in self.others)]
+
+    @property
+    def requests(self) -> list[EngineRequest]:
+        return [self.request, *(sibling.beside(self.request) for sibling in self.siblings), *self.others]
 
 
 class Abort(Command):
@@ -85,10 +108,16 @@ class Report(Message):
 
 
 class Stalled(Message):
-    """A step runs longer than engine.step_timeout. Told once; the next Report says that it has ended."""
+    """A step or a call runs longer than engine.step_timeout. Told once; Resumed follows if it ends."""
 
     seconds: float
-    plan: str  # what the step does
+    plan: str  # what the step does, or the call's name
+    replica: int = 0
+
+
+class Resumed(Message):
+    """What Stalled has told of is over."""
+
     replica: int = 0
 
 
@@ -133,4 +162,4 @@ class Failure(msgspec.Struct, array_like=True, gc=False):
 
 
 COMMANDS = Add | Abort | Call | Close | Gone
-MESSAGES = Facts | Adapters | Report | Stalled | Refused | Returned | Ended
+MESSAGES = Facts | Adapters | Report | Stalled | Resumed | Refused | Returned | Ended

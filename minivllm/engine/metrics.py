@@ -217,7 +217,7 @@ ENGINE_FAMILIES: tuple[tuple[type[Metric], str, str, Callable[[EngineStats], flo
     (CounterMetricFamily, "prefix_cache_queries", "Tokens looked up in the prefix cache", attrgetter("prefix_queries")),
     (CounterMetricFamily, "prefix_cache_hits", "Tokens found in the prefix cache", attrgetter("prefix_hits")),
     (CounterMetricFamily, "num_preemptions", "Preemptions", attrgetter("num_preempted")),
-    (CounterMetricFamily, "num_stalled_steps", "Steps longer than engine.step_timeout", attrgetter("num_stalled")),
+    (CounterMetricFamily, "num_stalled_steps", "Steps and calls over engine.step_timeout", attrgetter("num_stalled")),
     (CounterMetricFamily, "prompt_tokens", "Prompt tokens of the requests taken", attrgetter("prompt_tokens")),
     (CounterMetricFamily, "generation_tokens", "Tokens generated", attrgetter("generation_tokens")),
     (CounterMetricFamily, "spec_decode_num_draft_tokens", "Tokens proposed", attrgetter("num_drafted")),

@@ -31,6 +31,7 @@ class Logprob:
 
 
 LogprobsOfToken = dict[int, Logprob]  # the token taken first, then the likeliest ones, best first
+Named = dict[str, list[LogprobsOfToken]]  # of prompts, by the engine core's id
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ class _Choice:
         self.index = index
         self.detokenizer = detokenizer
         self.token_ids: list[int] = []
-        self.logprobs: list[LogprobsOfToken] | None = [] if parent.params.logprobs is not None else None
+        self.logprobs: list[LogprobsOfToken] | None = [] if parent.params.num_logprobs is not None else None
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -137,12 +138,15 @@ class _Choice:
         start, text = (self.num_sent, self.new_text) if only_new else (0, self.detokenizer.text)
         self.num_sent, self.new_text = len(self.token_ids), ""
         reports = self.logprobs is not None or self.parent.params.selects
+        logprobs = None if self.logprobs is None else self.logprobs[:]
+        if only_new and logprobs:
+            self.logprobs = []  # a stream keeps none that it has sent: they are many times its text
         return CompletionOutput(
             index=self.index,
             text=text,
             token_ids=self.token_ids[start:],
             cumulative_logprob=self.cumulative_logprob if reports else None,
-            logprobs=None if self.logprobs is None else self.logprobs[start:],
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -203,12 +207,12 @@ class _Parent:
     def finished(self) -> bool:
         return self.num_live == 0
 
-    def take_first_choice(self, delta: Delta) -> None:
-        """What all choices share is taken from the first one's deltas."""
+    def take_first_choice(self, delta: Delta, named: list[LogprobsOfToken]) -> None:
+        """What all choices share is taken from the first one's deltas. named: the delta's prompt_logprobs."""
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
-        if delta.prompt_logprobs and self.prompt_logprobs is not None:
+        if named and self.prompt_logprobs is not None:
             missing = len(self.prompt_token_ids) - len(self.prompt_logprobs)
-            self.prompt_logprobs += map(self.as_dict, delta.prompt_logprobs[:missing])
+            self.prompt_logprobs += named[:missing]
 
     def as_dict(self, entries: PositionLogprobs) -> LogprobsOfToken:
         text = self.tokenizer.token_text if self.tokenizer is not None else lambda token: None
@@ -282,8 +286,24 @@ class OutputProcessor:
         choice = self._choices.get(child_id)
         return None if choice is None else choice.parent.id
 
-    def process(self, deltas: Sequence[Delta], now: float) -> tuple[list[RequestOutput], list[str]]:
+    def metrics_of(self, request_id: str) -> RequestMetrics:
+        """Of a request that is expected; they are kept up to date until it ends."""
+        return self._parents[request_id].metrics
+
+    def named(self, deltas: Sequence[Delta]) -> Named:
+        """What a step says of prompts' log-probabilities, for `process`. They may be a hundred thousand, so this may be
+        called in a thread of its own."""
+        found: Named = {}
+        for delta in deltas:
+            if delta.prompt_logprobs and (choice := self._choices.get(delta.req_id)) is not None:
+                found[delta.req_id] = [choice.parent.as_dict(entries) for entries in delta.prompt_logprobs]
+        return found
+
+    def process(
+        self, deltas: Sequence[Delta], now: float, named: Named | None = None
+    ) -> tuple[list[RequestOutput], list[str]]:
         """One step's deltas -> (outputs for clients, in the order of the deltas; ids to abort in the engine core)."""
+        named = self.named(deltas) if named is None else named
         touched: dict[str, dict[str, _Choice]] = {}
         aborts: list[str] = []
         for delta in deltas:
@@ -295,7 +315,7 @@ class OutputProcessor:
                 continue
             parent = choice.parent
             if choice.index == 0:
-                parent.take_first_choice(delta)
+                parent.take_first_choice(delta, named.get(delta.req_id, []))
             parent.error = parent.error or delta.error
             choice.take(delta, now)
             parent.num_live -= choice.finish_reason is not None

@@ -1,34 +1,30 @@
-"""PoolingEngine: a model that embeds or scores, and all between text and its core. PoolingLLM and AsyncPooler drive it.
+"""PoolingFrontEnd: a FrontEnd for a model that embeds or scores: all between text and the engine core's vectors.
 
-text -> tokens, checked -> Text ... vector -> cut to `dimensions`, or compared with another
+text -> tokens, checked -> Text -> EngineRequest ... Delta -> vector -> compared with another
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from minivllm import waiting
-from minivllm.config import Decision, EngineConfig
-from minivllm.engine.pooling_core import PoolingCore
+from msgspec.structs import replace
+
+from minivllm.engine.messages import Facts
+from minivllm.engine.pooled import PooledOutput, PooledProcessor
 from minivllm.engine.tokenizer import TextTokenizer
-from minivllm.errors import BadRequest, ConfigError, NeverFits
-from minivllm.pooling.task import EMBED, SCORE, choose_task
+from minivllm.errors import BadRequest, NeverFits
+from minivllm.plan import Delta
+from minivllm.pooling.task import EMBED, SCORE
 from minivllm.pooling.text import Text
+from minivllm.request import AS_IT_IS, NO_TOKENS, EngineRequest, PoolingParams, sequence_ids
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from minivllm.pooling.model import PoolingModel
-
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
-
-# What an engine that pools reads. Any other option that is set is refused: it would do nothing.
-OPTIONS = (
-    *("model.path", "model.tokenizer", "model.dtype", "model.device", "model.quantization", "model.dense_copy"),
-    *("model.task", "model.pooling", "model.max_model_len", "model.seed"),
-    *("scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "executor.num_threads", "debug.check"),
-)
 
 
 class Scoring(NamedTuple):
@@ -39,25 +35,49 @@ class Scoring(NamedTuple):
     scores: Callable[[Sequence[np.ndarray]], list[float]]
 
 
-class PoolingEngine:
-    """Raises ConfigError for options that do nothing here, and ModelError."""
+class PoolingFrontEnd:
+    def __init__(self, facts: Facts, number: int = 0, clock: Callable[[], float] = time.monotonic):
+        """number: of several front ends of one engine. They share nothing, so it makes no difference here. clock: the
+        core's."""
+        self.clock = clock
+        info = facts.info
+        self.task, self.width, self.normalized = info["task"], info["width"], info["normalized"]
+        self.max_model_len, self.model_name = facts.max_model_len, facts.model_name
+        self.tokenizer = TextTokenizer.load(Path(facts.tokenizer_dir))
+        self.processor = PooledProcessor()
+        self._vocab_size = info["vocab_size"]
 
-    def __init__(self, config: EngineConfig):
-        refuse_unread(config)
-        settled = waiting.settle()  # before torch
-        from minivllm.pooling.model import PoolingModel
+    def pooling_requests(
+        self, texts: Sequence[Text], request_id: str, asked: PoolingParams = AS_IT_IS, client: str = ""
+    ) -> list[EngineRequest]:
+        """One for each text. Their vectors, together, are expected from now on. client: whose share of the engine they
+        take, where scheduler.policy is fair."""
+        ids, now = sequence_ids(request_id, len(texts)), self.clock()
+        self.processor.add(request_id, ids)
+        return [
+            EngineRequest(
+                req_id,
+                list(text.token_ids),
+                NO_TOKENS,
+                now,
+                client=client,
+                pooling=replace(asked, second=text.second),
+            )
+            for req_id, text in zip(ids, texts, strict=True)
+        ]
 
-        task = choose_task(config)
-        self.config, self.task = config, task.value
-        model = PoolingModel(config, self.task)
-        self.decisions = [task, *model.decisions, *([settled] if model.device.type == "cpu" else [])]
-        budget = config.scheduler.max_num_batched_tokens
-        self.max_model_len = self._decide_length(model, budget)
-        self.core = PoolingCore(model, config.scheduler.max_num_seqs, budget, config.debug.check)
-        self.model_name, self.info, self.width = model.name, model.info(), model.width
-        self.normalized = model.settings.normalize
-        self.tokenizer = TextTokenizer.load(model.tokenizer_dir)
-        self._vocab_size = model.spec.vocab_size
+    def process(
+        self, deltas: list[Delta], named: Mapping[str, Any] | None = None
+    ) -> tuple[list[PooledOutput], list[str]]:
+        """What is complete, and the ids that the engine core shall abort. named: there is none."""
+        return self.processor.process(deltas)
+
+    def requests(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises BadRequest."""
+        what = f"{self.model_name} runs under task {self.task}"
+        raise BadRequest(f"{what}: it has embed() and score(), and generates nothing")
+
+    chat_prompt = requests
 
     def text(self, prompt: Prompt, max_tokens: int | None = None, param: str = "prompt") -> Text:
         """Tokenised and checked. max_tokens: leave out the end of a longer text; -1: of one that the model cannot take.
@@ -71,7 +91,10 @@ class PoolingEngine:
         if max_tokens is not None and max_tokens != -1 and max_tokens < 1:
             name = "truncate_prompt_tokens"
             raise BadRequest(f"{name} must be -1 or at least 1, got {max_tokens}", name)
-        most = self.max_model_len if max_tokens in (None, -1) else min(max_tokens, self.max_model_len)
+        if max_tokens is not None and max_tokens > self.max_model_len:  # vLLM refuses it too
+            name = "truncate_prompt_tokens"
+            raise BadRequest(f"{name} is {max_tokens}; this model takes {self.max_model_len} tokens", name)
+        most = self.max_model_len if max_tokens in (None, -1) else max_tokens
         if isinstance(prompt, str):
             if not prompt:
                 raise BadRequest("a text is empty", param)
@@ -123,31 +146,6 @@ class PoolingEngine:
         if (wrong := next((t for t in text.token_ids if not 0 <= t < self._vocab_size), None)) is not None:
             raise BadRequest(f"token id {wrong} is not in the vocabulary of {self._vocab_size}", param)
         return text
-
-    def _decide_length(self, model: PoolingModel, budget: int) -> int:
-        asked = self.config.model.max_model_len
-        if asked is not None and asked > min(model.spec.max_position, budget):
-            raise ConfigError(
-                f"model.max_model_len={asked}: the model has {model.spec.max_position} positions, and one step "
-                f"{budget} tokens (scheduler.max_num_batched_tokens)"
-            )
-        length, reason = asked or min(model.max_tokens, budget), "as configured"
-        if not asked and budget >= model.max_tokens:
-            reason = "what the model was made for"
-        elif not asked:
-            reason = f"of {model.max_tokens}: a step takes a text whole, and scheduler.max_num_batched_tokens={budget}"
-        self.decisions.append(Decision("model.max_model_len", length, reason))
-        return length
-
-
-def refuse_unread(config: EngineConfig) -> None:
-    plain, given = EngineConfig().flat(), config.flat()
-    unread = [field for field in given if field not in OPTIONS and given[field] != plain[field]]
-    if unread:
-        raise ConfigError(
-            f"{', '.join(unread)}: model.task={choose_task(config).value} has no KV cache and generates nothing, so "
-            f"this would do nothing. Leave it out (options that count: {', '.join(OPTIONS)})"
-        )
 
 
 def paired(query: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -19,6 +20,10 @@ from minivllm import child, logs
 from minivllm.config import EngineConfig
 from minivllm.engine.clients import Clients
 from minivllm.engine.messages import Ended, Failure
+from minivllm.engine.pulse import Pulse
+from minivllm.errors import EngineDead
+
+STACKS = signal.SIGUSR1  # to the log, of all threads, whoever has Python's lock
 
 
 class Task(msgspec.Struct):
@@ -27,8 +32,24 @@ class Task(msgspec.Struct):
     name: str = "engine"  # in the log
 
 
+class Body(Pulse):
+    """This process, as the watchdog knows it."""
+
+    def __init__(self, folder: Path, clients: Clients):
+        super().__init__(folder)
+        self._clients = clients
+
+    def give_up(self, why: str) -> NoReturn:
+        """Those who wait are told, the log gets all threads' stacks, and the process ends without asking them."""
+        self._clients.post(Ended(Failure.of(EngineDead(f"{why}. The engine has been ended"))))
+        self._clients.close()
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
+
 def main(folder: str) -> int:
     faulthandler.enable()  # a crash in a kernel leaves a stack
+    faulthandler.register(STACKS)
     # A terminal and systemd signal all of a group's processes: what it means is the parent's to say, whose clients want
     # to be told first.
     child.ignore_interrupts()
@@ -46,7 +67,7 @@ def main(folder: str) -> int:
 
         engine = build(config)
         clients.facts = partial(facts_of, engine)
-        step_loop(engine, clients.take, clients.post).run()
+        step_loop(engine, clients.take, clients.post, Body(Path(folder), clients)).run()
         code = 0
     except Exception as error:
         clients.tell_end(Ended(Failure.of(error)))

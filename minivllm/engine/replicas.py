@@ -56,10 +56,10 @@ def facts_of_all(config: EngineConfig, each: Sequence[Facts]) -> Facts:
 
 
 def share(config: EngineConfig, replica: int) -> EngineConfig:
-    """What one replica is built from: its part of memory and threads, and a trace of its own (run.jsonl: run.1.jsonl).
-    Sizes that are given stay as they are given: they are a replica's."""
+    """What one replica is built from: its part of the threads, and a trace of its own (run.jsonl: run.1.jsonl). Its
+    part of the memory runner/memory.py takes. Sizes that are given stay as they are given: they are a replica's."""
     number = config.engine.replicas
-    changes: dict[str, object] = {"kv.memory_fraction": config.kv.memory_fraction / number}
+    changes: dict[str, object] = {}
     if config.executor.num_threads is None:
         changes["executor.num_threads"] = max(1, int(min(num_cores(), cpu_quota() or num_cores())) // number)
     if config.debug.trace is not None:

@@ -36,11 +36,11 @@ from minivllm.engine.messages import (
     Report,
     Returned,
 )
-from minivllm.engine.routing import Load, RoutingPolicy
+from minivllm.engine.routing import Ledger, RoutingPolicy
 from minivllm.errors import EngineDead, ReplicaDead
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.table import Adapter
-from minivllm.request import EngineRequest, sequence_ids
+from minivllm.request import EngineRequest
 
 
 @dataclass(slots=True)
@@ -48,8 +48,12 @@ class Replica:
     link: Link
     adapters: list[Adapter]
     runs: bool = True
-    live: dict[str, int] = field(default_factory=dict)  # our sequences there -> tokens of their prompts
+    ledger: Ledger = field(default_factory=Ledger)  # of our sequences there
     num_others: int = 0  # sequences of other front ends there, by its last report
+
+    @property
+    def live(self) -> dict[str, int]:
+        return self.ledger.live
 
 
 @dataclass(slots=True)
@@ -109,14 +113,14 @@ class RouterLink:
             self._receive(Refused(request.id, Failure.of(error)))
             return
         replica = self.replicas[number]
-        replica.live |= dict.fromkeys(_sequences(request), len(request.prompt_token_ids))
+        replica.ledger.add(command.sequence_ids, len(request.prompt_token_ids))  # more or less, of `others`
         replica.link.send(command)
 
     def _place(self, request: EngineRequest) -> int | None:
         if request.group and request.group == self._group[0] and self.replicas[self._group[1]].runs:
             return self._group[1]
         loads = [
-            Load(number, len(replica.live) + replica.num_others, sum(replica.live.values()))
+            replica.ledger.load(number, replica.num_others)
             for number, replica in enumerate(self.replicas)
             if replica.runs
         ]
@@ -128,7 +132,7 @@ class RouterLink:
 
     def _abort(self, req_ids: Sequence[str]) -> None:
         for replica in self.replicas:
-            if theirs := [req_id for req_id in req_ids if replica.live.pop(req_id, None) is not None]:
+            if theirs := [req_id for req_id in req_ids if replica.ledger.remove(req_id)]:
                 replica.link.send(Abort(theirs))
 
     def _ask(self, call: Call) -> None:
@@ -151,7 +155,7 @@ class RouterLink:
             if isinstance(message, Report):
                 self._count(replica, message)
             elif isinstance(message, Refused):
-                replica.live.pop(message.req_id, None)
+                replica.ledger.remove(message.req_id)
             elif isinstance(message, Returned):
                 self._answer(number, message)
                 return
@@ -170,7 +174,7 @@ class RouterLink:
     def _count(self, replica: Replica, report: Report) -> None:
         for delta in report.deltas:
             if delta.finish_reason is not None:
-                replica.live.pop(delta.req_id, None)
+                replica.ledger.remove(delta.req_id)
         replica.num_others = max(0, report.stats.num_running + report.stats.num_waiting - len(replica.live))
 
     def _answer(self, number: int, message: Returned) -> None:
@@ -199,7 +203,7 @@ class RouterLink:
 
     def _lose(self, number: int, message: Ended) -> None:
         replica = self.replicas[number]
-        lost, replica.live = list(replica.live), {}
+        lost = replica.ledger.clear()
         replica.runs, replica.num_others = False, 0
         self._policy.forget(number)
         error = Failure.of(ReplicaDead(f"replica {number} of the engine, which had this request: {message.error.text}"))
@@ -235,10 +239,3 @@ class RouterLink:
         first, *others = [replica.adapters for replica in self.replicas if replica.runs] or [[]]
         names = [{adapter.name for adapter in adapters} for adapters in others]
         return [adapter for adapter in first if all(adapter.name in known for known in names)]
-
-
-def _sequences(request: EngineRequest) -> list[str]:
-    """The ids that the request's deltas bear."""
-    if request.beam is None:
-        return [request.id]
-    return sequence_ids(request.group or request.id, request.beam.beam_width)

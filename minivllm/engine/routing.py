@@ -10,10 +10,12 @@ prefix         where the longest beginning of the prompt is cached, unless that 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
+from minivllm.kv.block_extras import block_extras
 from minivllm.request import EngineRequest
 
 MIN_SHARE = 0.3  # of a prompt that must be known somewhere for its place to matter
@@ -27,6 +29,38 @@ class Load(NamedTuple):
     replica: int
     num_sequences: int  # that live there
     num_prompt_tokens: int  # of these, of requests of this front end
+
+
+class Ledger:
+    """What a router has sent to a replica and has not heard the end of."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, int] = {}  # our sequences there -> tokens of their prompts
+        self._num_tokens = 0
+
+    def add(self, req_ids: Iterable[str], num_tokens: int) -> None:
+        """num_tokens: of each one's prompt. No id is live already."""
+        for req_id in req_ids:
+            self.live[req_id] = num_tokens
+            self._num_tokens += num_tokens
+
+    def remove(self, req_id: str) -> bool:
+        """Whether it was live."""
+        num_tokens = self.live.pop(req_id, None)
+        self._num_tokens -= num_tokens or 0
+        return num_tokens is not None
+
+    def clear(self) -> list[str]:
+        """Who was live."""
+        lost, self.live, self._num_tokens = list(self.live), {}, 0
+        return lost
+
+    def load(self, replica: int, num_others: int = 0) -> Load:
+        """num_others: sequences there of which it knows nothing else."""
+        return Load(replica, len(self.live) + num_others, self._num_tokens)
+
+
+_LOAD = itemgetter(1, 2)  # sequences, then tokens
 
 
 class RoutingPolicy(Protocol):
@@ -56,7 +90,9 @@ class LeastLoaded:
         self._last_turn: dict[int, int] = {}
 
     def choose(self, request: EngineRequest, loads: Sequence[Load]) -> int:
-        chosen = min(loads, key=lambda load: (*load[1:], self._last_turn.get(load.replica, 0))).replica
+        least = min(map(_LOAD, loads))
+        equal = [load.replica for load in loads if _LOAD(load) == least]
+        chosen = min(equal, key=lambda replica: self._last_turn.get(replica, 0))
         self._last_turn[chosen] = next(self._turn)
         return chosen
 
@@ -76,13 +112,16 @@ class Prefix:
 
     def choose(self, request: EngineRequest, loads: Sequence[Load]) -> int:
         keys = self._keys(request)
-        matched = {load.replica: self._match(load.replica, keys) for load in loads}
-        longest = max(matched.values())
+        known = [load.replica for load in loads if keys and keys[0] in self._known.get(load.replica, ())]
+        matched = {replica: self._match(replica, keys) for replica in known}
+        longest = max(matched.values(), default=0)
         candidates: Sequence[Load] = ()
         if longest and longest * self._block_size >= MIN_SHARE * len(request.prompt_token_ids):
             least = min(load.num_sequences for load in loads)
             limit = max(least + SLACK, least * RATIO)
-            candidates = [load for load in loads if matched[load.replica] == longest and load.num_sequences <= limit]
+            candidates = [
+                load for load in loads if matched.get(load.replica) == longest and load.num_sequences <= limit
+            ]
         chosen = self._by_load.choose(request, candidates or loads)
         self._learn(chosen, keys)
         return chosen
@@ -92,9 +131,10 @@ class Prefix:
 
     def _keys(self, request: EngineRequest) -> list[int]:
         size, tokens = self._block_size, request.prompt_token_ids
-        keys, key = [], hash((request.adapter, request.cache_salt))
-        for end in range(size, len(tokens) + 1, size):
-            key = hash((key, *tokens[end - size : end]))
+        keys, key = [], 0
+        for first in range(0, len(tokens) - size + 1, size):
+            end = first + size
+            key = hash((key, *tokens[first:end], *block_extras(request, first, end)))
             keys.append(key)
         return keys
 

@@ -12,6 +12,7 @@ meant for the old core, and give it to the new one.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from minivllm.engine.clients import COMMANDS_FILE, MESSAGES_FILE
 from minivllm.engine.link import Receive
 from minivllm.engine.messages import MESSAGES, Command, Ended, Facts, Failure, Gone, Message
 from minivllm.errors import EngineDead
+
+logger = logging.getLogger("minivllm")
 
 LOOK_MS = 200  # how often what no socket tells is looked at
 LAST_WORDS_MS = 50  # how long the last message of a core that has ended may still be under way
@@ -109,6 +112,17 @@ class SocketLink:
         return socket
 
     def _read(self, receive: Receive) -> None:
+        """Whoever receives must not raise; if they do, nothing is read any more, and nobody may take it for life."""
+        try:
+            self._read_on(receive)
+        except Exception as error:
+            logger.exception("the engine's messages are not read any more")
+            self._running = False
+            receive(
+                Ended(Failure.of(EngineDead(f"its messages are not read any more: {type(error).__name__}: {error}")))
+            )
+
+    def _read_on(self, receive: Receive) -> None:
         while True:
             message = self._next()
             if not isinstance(message, Ended):

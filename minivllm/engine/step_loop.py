@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -20,10 +21,11 @@ from minivllm.engine.messages import (
     Message,
     Refused,
     Report,
+    Resumed,
     Returned,
     Stalled,
 )
-from minivllm.engine.watchdog import Watchdog
+from minivllm.engine.watchdog import Body, Watchdog
 from minivllm.errors import BadRequest, EngineDead
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import EngineRequest
@@ -64,10 +66,12 @@ class StepLoop:
         post: Callable[[Message], None],
         step_timeout: float = 0.0,
         compilations: Compilations | None = None,
+        body: Body | None = None,
     ) -> None:
         """calls: what a front end may ask for by name. take(patience): the next command; None if none comes within so
-        many seconds (None: as long as it takes). post: to the front end; from the loop's thread and, if a step outlasts
-        step_timeout (seconds; 0: no limit), from another one. compilations: None if no request has a grammar."""
+        many seconds (None: as long as it takes). post: to the front end; from the loop's thread and, if a step or a
+        command outlasts step_timeout (seconds; 0: no limit), from another one. compilations: None if no request has a
+        grammar. body: the core's process, if it has one of its own."""
         self._core = core
         self._calls = calls
         self._take = take
@@ -75,7 +79,7 @@ class StepLoop:
         self._compilations = compilations
         self._reporter = Reporter(core)
         core.observers.append(self._reporter)
-        self._watchdog = Watchdog(step_timeout, lambda: core.plan, self._stalled)
+        self._watchdog = Watchdog(step_timeout, lambda: core.plan, self._stalled, body)
 
     def run(self) -> None:
         """Until Close, or until a step raises what no step can survive. The last message is Ended."""
@@ -85,7 +89,7 @@ class StepLoop:
                 if not self._core.is_settled:
                     self._watchdog.begin()
                     self._core.step()
-                    self._watchdog.end()
+                    self._end()
                     for report in self._reporter.take():
                         self._post(report)
         except Exception as failure:
@@ -94,6 +98,24 @@ class StepLoop:
         self._watchdog.close()
         self._post(Ended(Failure.of(error)))
         self._core.shutdown()
+
+    @contextmanager
+    def _watched(self, call: str) -> Iterator[None]:
+        """What is done for a command, and posts nothing meanwhile."""
+        self._watchdog.begin(call)
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._watchdog.end():
+            self._post(Resumed())
+
+    def close(self) -> None:
+        """Once `run` has returned: end the children that it has started. They end with this process anyway."""
+        if self._compilations is not None:
+            self._compilations.close()
 
     def _stalled(self, seconds: float, what: str) -> None:
         self._core.stats.num_stalled += 1
@@ -104,8 +126,9 @@ class StepLoop:
         self._add_compiled()
         while (command := self._take(self._patience())) is not None:
             if isinstance(command, Add):
-                if self._compilations is None or not self._compilations.hold(command.request):
-                    self._add(command.request)
+                for request in command.requests:
+                    if self._compilations is None or not self._compilations.hold(request):
+                        self._add(request)
             elif isinstance(command, Abort):
                 self._abort(command.req_ids)
             elif isinstance(command, Call):
@@ -120,7 +143,8 @@ class StepLoop:
         return COMPILING_SECONDS if self._compilations is not None and self._compilations.is_busy else None
 
     def _abort(self, req_ids: list[str]) -> None:
-        self._core.abort(req_ids)
+        with self._watched("abort"):
+            self._core.abort(req_ids)
         if self._compilations is not None:
             self._compilations.forget(req_ids)
 
@@ -134,12 +158,14 @@ class StepLoop:
 
     def _answer(self, call: Call) -> Returned:
         try:
-            return Returned(call.id, msgspec.to_builtins(self._calls[call.name](*call.args)))
+            with self._watched(call.name):
+                return Returned(call.id, msgspec.to_builtins(self._calls[call.name](*call.args)))
         except Exception as error:
             return Returned(call.id, None, Failure.of(error))
 
     def _add(self, request: EngineRequest) -> None:
         try:
-            self._core.add(request)
+            with self._watched("add"):
+                self._core.add(request)
         except BadRequest as error:  # the front end checks the same bounds; this is for what it cannot know
             self._post(Refused(request.id, Failure.of(error)))

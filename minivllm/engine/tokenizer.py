@@ -12,13 +12,18 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minivllm.engine.chat_template import knows_tools, render
+import msgspec
+from msgspec import Struct
+
+from minivllm.engine.chat_template import knows_tools, read_variables, render
+from minivllm.engine.content_format import ContentFormat, Part, reads_parts, with_parts, with_strings
 from minivllm.engine.tool_prompt import told_in_words
 from minivllm.errors import BadRequest, ModelError
+from minivllm.files import read_json, read_text
 
 LONG_TEXT = 20_000  # characters: what takes longer to encode than anybody else should wait for it
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -34,7 +39,9 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self.config = dict(config)
         self._templates = dict(templates)
+        self._content_format: ContentFormat = "auto"
         self.special_tokens = {name: text for name in _SPECIAL if (text := _content(config.get(name)))}
         self.bos_token_id = self._id(self.special_tokens.get("bos_token"))
         eos = self._id(self.special_tokens.get("eos_token"))
@@ -45,6 +52,7 @@ class TextTokenizer:
         self._bos_change = self._find_bos_change(config.get("add_bos_token"))
         self._to_bytes, self.strips_first_space = _byte_rule(tokenizer)
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}  # one object for each token, however many answers name it
 
     @classmethod
     def load(cls, folder: Path | str) -> TextTokenizer:
@@ -63,6 +71,7 @@ class TextTokenizer:
         except Exception as e:  # the library raises plain Exception for whatever is wrong with the file
             raise ModelError(f"{path} cannot be read ({e}): download the model again") from None
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+        _check(config, _Config, folder / "tokenizer_config.json")
         return cls(tokenizer, config, _read_templates(folder, config), _read_eos(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -99,6 +108,11 @@ class TextTokenizer:
         before = next((i for i in range(num_special) if ids[i : i + len(bare)] == bare), num_special)
         return ids[: max_tokens - num_special + before] + ids[before + len(bare) :]
 
+    def beginning(self, text: str, max_tokens: int) -> str:
+        """As much of a text as its first tokens stand for, special tokens aside."""
+        offsets = self._encode(text, False).offsets
+        return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
@@ -116,7 +130,14 @@ class TextTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """A token by itself; bytes that are no whole character show as U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
+        return text
+
+    def token_str(self, token_id: int) -> str | None:
+        """As the vocabulary writes it, such as "Ġthe": transformers' convert_ids_to_tokens. None: it lacks the id."""
+        return self._tokenizer.id_to_token(token_id)
 
     def bad_words_token_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is tokenised at the start of a text and after a space."""
@@ -133,9 +154,14 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        run: Callable[..., str] | None = None,
         **kwargs: Any,
     ) -> str:
         """The prompt of a conversation. Raises BadRequest for messages that the template refuses.
+
+        template: in the place of the model's own. Raises ModelError if it is none.
+        run: what renders, in the place of `rendered`.
 
         tools: as in OpenAI's requests. For a template that knows none they are told in words (engine/tool_prompt.py).
         continue_final_message: the prompt ends inside the last message, which the model goes on writing.
@@ -147,16 +173,35 @@ class TextTokenizer:
             raise BadRequest(
                 "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
             )
-        template = self._pick_template(tools)
+        template = self._pick_template(tools) if template is None else template
         chat = [_plain_message(i, message) for i, message in enumerate(messages)]
         if continue_final_message:
-            chat[-1]["content"] += _CONTINUE_HERE
+            chat[-1]["content"][-1]["text"] += _CONTINUE_HERE
+        chat = chat if self._reads_parts(template) else with_strings(chat)
         values = {**self.special_tokens, "documents": None, "add_generation_prompt": add_generation_prompt, **kwargs}
-        if knows_tools(template):
-            text = render(template, messages=chat, tools=list(tools) if tools else None, **values)
-        else:
-            text = _render_in_words(template, chat, tools, **values)
+        text = (run or rendered)(template, chat, tools, **values)
         return _cut_at_mark(text) if continue_final_message else text
+
+    def use_chat_template(self, source: str) -> None:
+        """In the place of all that the model has."""
+        self._templates = {"default": source}
+
+    def use_content_format(self, name: ContentFormat) -> None:
+        """How templates get a message's content; auto: as each of them reads it."""
+        self._content_format = name
+
+    def _reads_parts(self, template: str) -> bool:
+        return reads_parts(template) if self._content_format == "auto" else self._content_format == "openai"
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template of conversations without tools; None if the model has none."""
+        return self._templates.get("default", next(iter(self._templates.values()), None))
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What that template reads, beside what it is always given."""
+        return frozenset() if self.chat_template is None else read_variables(self.chat_template)
 
     @property
     def tool_template(self) -> str | None:
@@ -238,32 +283,64 @@ def _byte_rule(tokenizer: Any) -> tuple[Any, bool]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+    return read_json(path) if path.is_file() else {}
+
+
+class _Token(Struct):
+    content: str
+
+
+class _Template(Struct):
+    name: str
+    template: str
+
+
+class _Named(Struct):
+    chat_template: str | list[_Template] | dict[str, str] | None = None
+
+
+class _Config(_Named):
+    """What is read of tokenizer_config.json and special_tokens_map.json: the special tokens, and this."""
+
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+    unk_token: str | _Token | None = None
+    sep_token: str | _Token | None = None
+    pad_token: str | _Token | None = None
+    cls_token: str | _Token | None = None
+    mask_token: str | _Token | None = None
+    add_bos_token: bool | None = None
+
+
+class _Ends(Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+def _check(value: dict[str, Any], kind: type, path: Path) -> dict[str, Any]:
+    """`value` itself. Raises ModelError where a field is not of the kind."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ModelError(f"{path} is not JSON ({e}): download the model again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object: download the model again")
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as e:
+        raise ModelError(f"{path}: {e}. Download the model again") from None
     return value
 
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """{name: source}; the file chat_template.jinja goes before the configuration's field."""
-    field = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template") or {}
+    path = folder / "chat_template.json"
+    field = config.get("chat_template") or _check(_read_json(path), _Named, path).get("chat_template") or {}
     if isinstance(field, str):
         field = {"default": field}
     elif isinstance(field, list):
         field = {entry["name"]: entry["template"] for entry in field}
     path = folder / "chat_template.jinja"
-    return field | {"default": path.read_text(encoding="utf-8")} if path.is_file() else field
+    return field | {"default": read_text(path)} if path.is_file() else field
 
 
 def _read_eos(folder: Path) -> list[int]:
     """generation_config.json names all tokens that end a sequence; config.json is the older place."""
     for name in ("generation_config.json", "config.json"):
-        eos = _read_json(folder / name).get("eos_token_id")
+        eos = _check(_read_json(folder / name), _Ends, folder / name).get("eos_token_id")
         if eos is not None:
             return list(eos) if isinstance(eos, list) else [eos]
     return []
@@ -277,18 +354,18 @@ def _content(token: Any) -> str | None:
 
 
 def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """What templates expect: content a string (text parts joined by line ends), tool arguments as objects."""
+    """Content a list of text parts, one at least; tool arguments as objects, which templates expect."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadRequest(f"messages[{index}] must be an object with a role", "messages")
-    plain = {**message, "content": _plain_content(index, message.get("content"))}
+    plain = {**message, "content": _parts_of(index, message.get("content"))}
     if message.get("tool_calls"):
         plain["tool_calls"] = [_plain_call(index, call) for call in message["tool_calls"]]
     return plain
 
 
-def _plain_content(index: int, content: Any) -> str:
+def _parts_of(index: int, content: Any) -> list[Part]:
     if content is None or isinstance(content, str):
-        return content or ""
+        return [{"type": "text", "text": content or ""}]
     if not isinstance(content, list | tuple):
         raise BadRequest(f"messages[{index}].content must be a string or a list of parts", "messages")
     for part in content:
@@ -297,7 +374,7 @@ def _plain_content(index: int, content: Any) -> str:
             raise BadRequest(
                 f"messages[{index}].content: a part of type {kind!r} is not supported, only text", "messages"
             )
-    return "\n".join(part["text"] for part in content)
+    return [{"type": "text", "text": part["text"]} for part in content] or [{"type": "text", "text": ""}]
 
 
 def _plain_call(index: int, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,10 +395,25 @@ def _cut_at_mark(text: str) -> str:
     return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
 
 
+def rendered(template: str, chat: list[dict], tools: Sequence[Mapping[str, Any]] | None, /, **values: Any) -> str:
+    """chat: messages whose contents are all strings, or all lists of parts. Raises BadRequest and ModelError."""
+    mentions_tools = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in chat)
+    if knows_tools(template) or not mentions_tools:
+        return render(template, messages=chat, tools=list(tools) if tools else None, **values)
+    return _render_in_words(template, chat, tools, **values)
+
+
 def _render_in_words(template: str, chat: list[dict], tools: Sequence[Mapping[str, Any]] | None, **values: Any) -> str:
+    in_parts = isinstance(chat[0]["content"], list)
+    chat = with_strings(chat) if in_parts else chat
+
+    def told(role: str) -> str:
+        messages = told_in_words(chat, tools, role)
+        return render(template, messages=with_parts(messages) if in_parts else messages, tools=None, **values)
+
     try:
-        return render(template, messages=told_in_words(chat, tools), tools=None, **values)
+        return told("system")
     except BadRequest:
         if not tools or chat[0]["role"] == "system":
             raise
-    return render(template, messages=told_in_words(chat, tools, "user"), tools=None, **values)
+    return told("user")

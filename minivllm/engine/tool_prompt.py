@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 INSTRUCTIONS = """You can call these functions:
@@ -29,18 +30,19 @@ def told_in_words(
     role "tool"; the results of one turn's calls are one message. role: whose first message the tools are told in; the
     user's for templates that refuse a system message."""
     told: list[dict] = []
-    for i, message in enumerate(messages):
-        if message["role"] == "tool":
-            result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if i and messages[i - 1]["role"] == "tool":
-                told[-1]["content"] += f"\n{result}"
-            else:
-                told.append({"role": "user", "content": result})
+    for is_result, turn in groupby(messages, lambda message: message["role"] == "tool"):
+        if is_result:
+            results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in turn]
+            told.append({"role": "user", "content": "\n".join(results)})
         else:
-            plain = {key: value for key, value in message.items() if key != "tool_calls"}
-            calls = [as_text(call["function"]) for call in message.get("tool_calls") or ()]
-            told.append({**plain, "content": "\n".join(filter(None, [plain["content"], *calls]))})
+            told += map(without_calls, turn)
     return with_instructions(told, instructions(tools), role) if tools else told
+
+
+def without_calls(message: Mapping[str, Any]) -> dict:
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    calls = [as_text(call["function"]) for call in message.get("tool_calls") or ()]
+    return {**plain, "content": "\n".join(filter(None, [plain["content"], *calls]))}
 
 
 def as_text(function: Mapping[str, Any]) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any, Protocol
 
-from minivllm.plan import StepOutput, StepPlan
+from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 
 
 class Executor(Protocol):
@@ -13,8 +12,9 @@ class Executor(Protocol):
         """Call a method of every worker; one result each."""
         ...
 
-    def submit(self, plan: StepPlan) -> Future[StepOutput]:
-        """Run a step. Plans are executed in the order of their submission."""
+    def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
+        """Run a step. Plans are executed in the order of their submission. What the step raises, this call raises or
+        the output's result()."""
         ...
 
     def shutdown(self) -> None:

@@ -1,48 +1,24 @@
-"""UniExecutor: one worker in this process and this thread; submit() returns a finished future, or one of a step whose
-tokens are on their way from the device."""
+"""UniExecutor: one worker in this process and this thread. A step's output is there, or on its way from the device: who
+asks for it waits, in the thread that asks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
-from minivllm.plan import Landing, StepOutput, StepPlan
-
-
-class Started(Future[StepOutput]):
-    """Whoever asks for the result waits for the tokens, in the thread that asks."""
-
-    def __init__(self, landing: Landing):
-        super().__init__()
-        self._landing = landing
-
-    def done(self) -> bool:
-        return super().done() or self._landing.is_here()
-
-    def result(self, timeout: float | None = None) -> StepOutput:
-        if not super().done():
-            self.set_result(self._landing.land())
-        return super().result()
+from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 
 
 class UniExecutor:
     def __init__(self, make_worker: Callable[[], Any]):
-        self.worker = make_worker()
+        self.worker: Any = make_worker()  # None: shut down
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
 
-    def submit(self, plan: StepPlan) -> Future[StepOutput]:
-        future: Future[StepOutput] = Future()
-        try:
-            out = self.worker.execute(plan)
-            if isinstance(out, Landing):
-                return Started(out)
-            future.set_result(out)
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
+        out = self.worker.execute(plan)
+        return out if isinstance(out, AsyncOutput) else AsyncOutput.ready(out)
 
     def shutdown(self) -> None:
         self.worker = None  # drops weights and KV

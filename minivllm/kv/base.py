@@ -18,6 +18,7 @@ class KVUsage:
     num_free: int
     num_cached: int = 0
     block_size: int = 1  # tokens a block
+    num_groups: int = 1  # blocks that so many tokens take: one of each KV group
 
 
 FREE, CACHED, USED, SHARED = range(4)  # a block's state in a pool's map; shared: several live requests name it
@@ -71,6 +72,7 @@ class KVManager(Protocol):
         """Assert what must hold between two steps: each block is free or named, as often as it is counted."""
         ...
 
+    num_lent: int  # blocks that are neither free nor a running request's: on their way to or from another engine
     capacity: int  # slots that one request can hold at most, in the empty pool
     usage: KVUsage  # blocks in all, free, and free with a reusable prefix
     moves: Moves  # copies and swaps of blocks that wait for the next plan
@@ -86,8 +88,8 @@ class PrefixIndex(Protocol):
         """The keys of req's first num_blocks full blocks (cached in req.block_keys); () if nothing is ever shared."""
         ...
 
-    def match(self, keys: Sequence[Any]) -> list[int]:
-        """The blocks of the longest known beginning of keys."""
+    def match(self, keys: Sequence[Any], first: int = 0) -> list[int]:
+        """The blocks of the longest known beginning of keys[first:], each behind all keys before it."""
         ...
 
     def publish(self, keys: Sequence[Any], first: int, blocks: Sequence[int]) -> None:

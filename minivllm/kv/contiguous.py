@@ -114,6 +114,8 @@ class Run:
 
 
 class ContiguousKVManager:
+    num_lent = 0
+
     def __init__(self, num_blocks: int, block_size: int, reservation: Reservation, max_model_len: int):
         self.block_size = block_size
         self.reservation = reservation

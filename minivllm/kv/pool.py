@@ -15,6 +15,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from minivllm.errors import OutOfBlocks
 
@@ -25,8 +26,9 @@ class BlockPool:
         self.num_free = num_blocks
         self.ref_counts = [0] * num_blocks
         self._end = end = num_blocks  # sentinel: its next is the head, its previous the tail
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._prev = [end, *range(num_blocks)]
+        numbers = _numbers(num_blocks + 1)
+        self._next = [*numbers[1:], 0]
+        self._prev = [end, *numbers[:-1]]
 
     def take(self, n: int) -> list[int]:
         """The n oldest free blocks, each now named once. Raises OutOfBlocks, taking none, if there are fewer."""
@@ -87,3 +89,9 @@ class BlockPool:
     def _link(self, left: int, right: int) -> None:
         self._next[left] = right
         self._prev[right] = left
+
+
+@lru_cache(maxsize=4)
+def _numbers(count: int) -> tuple[int, ...]:
+    """The same objects for all lists and pools: they are larger than a list's place for one."""
+    return tuple(range(count))

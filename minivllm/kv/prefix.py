@@ -15,7 +15,7 @@ class NoPrefix:
     def keys(self, req: Request, num_blocks: int, block_size: int) -> Sequence[Any]:
         return ()
 
-    def match(self, keys: Sequence[Any]) -> list[int]:
+    def match(self, keys: Sequence[Any], first: int = 0) -> list[int]:
         return []
 
     def publish(self, keys: Sequence[Any], first: int, blocks: Sequence[int]) -> None:

@@ -2,6 +2,8 @@
 
     key(0) = H(root, tokens 0..15, adapter, salt)      key(i) = H(key(i-1), tokens of block i)
 
+and what else a block holds beside tokens follows them (kv/block_extras.py).
+
 So one dictionary look-up a block finds the longest cached beginning, with no tree. Two requests that compute the same
 prefix side by side hold equal blocks: both stay (a table is only ever appended to), and either may be evicted.
 
@@ -16,6 +18,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 
+from minivllm.kv.block_extras import block_extras
 from minivllm.request import Request
 
 KeyHash = Callable[[object], bytes]
@@ -45,16 +48,15 @@ class HashPrefix:
 
     def keys(self, req: Request, num_blocks: int, block_size: int) -> Sequence[bytes]:
         keys = req.block_keys
-        for i in range(len(keys), num_blocks):
-            tokens = req.token_ids[i * block_size : (i + 1) * block_size]
-            # Adapter and salt divide the whole space, so they need to enter the chain only at its beginning.
-            payload = (keys[-1], tokens) if i else (self._root, tokens, req.adapter, req.cache_salt)
-            keys.append(self._hash(payload))
+        for first in range(len(keys) * block_size, num_blocks * block_size, block_size):
+            end = first + block_size
+            parent = keys[-1] if keys else self._root
+            keys.append(self._hash((parent, req.token_ids[first:end], *block_extras(req, first, end))))
         return keys
 
-    def match(self, keys: Sequence[bytes]) -> list[int]:
+    def match(self, keys: Sequence[bytes], first: int = 0) -> list[int]:
         blocks = []
-        for key in keys:
+        for key in keys[first:] if first else keys:
             known = self._blocks.get(key)
             if known is None:
                 break

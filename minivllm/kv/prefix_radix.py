@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from minivllm.kv.block_extras import block_extras
 from minivllm.request import Request
 
 
@@ -20,7 +21,7 @@ class Node:
 
     def __init__(self, parent: Node | None, edge: Any):
         self.parent = parent
-        self.edge = edge  # the tokens of one block; at the first level also adapter and salt
+        self.edge = edge  # what tells one block apart (kv/block_extras.py), and its tokens
         self.children: dict[Any, Node] = {}
         self.blocks: dict[int, None] = {}  # equal blocks, oldest first
 
@@ -32,18 +33,19 @@ class RadixPrefix:
 
     def keys(self, req: Request, num_blocks: int, block_size: int) -> Sequence[Any]:
         keys = req.block_keys
-        for i in range(len(keys), num_blocks):
-            tokens = tuple(req.token_ids[i * block_size : (i + 1) * block_size])
-            keys.append(tokens if i else (req.adapter, req.cache_salt, tokens))
+        for first in range(len(keys) * block_size, num_blocks * block_size, block_size):
+            end = first + block_size
+            keys.append((*block_extras(req, first, end), *req.token_ids[first:end]))
         return keys
 
-    def match(self, keys: Sequence[Any]) -> list[int]:
+    def match(self, keys: Sequence[Any], first: int = 0) -> list[int]:
         blocks, node = [], self.root
-        for key in keys:
+        for i, key in enumerate(keys):
             node = node.children.get(key)
-            if node is None or not node.blocks:
+            if node is None or (i >= first and not node.blocks):
                 break
-            blocks.append(next(iter(node.blocks)))
+            if i >= first:
+                blocks.append(next(iter(node.blocks)))
         return blocks
 
     def publish(self, keys: Sequence[Any], first: int, blocks: Sequence[int]) -> None:

@@ -63,12 +63,14 @@ def paged_waste(
     for req_id, table in kv.tables.items():
         now, end = slots_now_and_in_the_end(req_id, requests, final_lengths)
         for i, block in enumerate(table.blocks):
-            before = i * size
+            if block == kv.absent:
+                continue
+            before = i // kv.num_groups * size
             filled[block] = max(filled.get(block, 0), min(now - before, size))
             filled_in_the_end[block] = max(filled_in_the_end.get(block, 0), min(end - before, size))
     tokens, in_the_end = sum(filled.values()), sum(filled_in_the_end.values())
     free = kv.usage.num_free
-    stuck = next_request is not None and -(-next_request.num_tokens // size) > free
+    stuck = next_request is not None and -(-next_request.num_tokens // size) * kv.num_groups > free
     slots = kv.usage.num_total * size
     return Waste(
         tokens=tokens / slots,

@@ -2,7 +2,7 @@
 are added by its weights.
 
     router    softmax over all experts, the top k of it, divided by their sum where the model is made so
-    experts   SwiGLU of a size of its own, as MLP of minivllm/models/llama.py; the matrices of all lie in two stacks
+    experts   SwiGLU of a size of its own, as MLP of minivllm/models/decoder.py; the matrices of all lie in two stacks
 
 The router multiplies in float32 whatever the model's dtype is: which experts are taken is a jump, and logits of 8 bits
 would often be equal. Two ways to compute the experts, chosen when the model is loaded: `TorchExperts` and
@@ -15,7 +15,7 @@ nor as the tiles of layers/linear.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from minivllm.compile.context import aside
 from minivllm.compile.opaque import opaque
-from minivllm.layers.linear import empty_parameter, row_ranges
+from minivllm.layers.linear import NO_SHARDS, QuantMethod, Unquantized, empty_parameter, row_ranges
+from minivllm.layers.stored import Shard, TensorSpec, whole
 
 if TYPE_CHECKING:
     from minivllm.kernels.dispatch import Dispatch
@@ -51,19 +52,40 @@ class Router(nn.Module):
 
 
 class MatrixStack(nn.Module):
-    """A matrix of every expert, each of stacked `parts` as Linear's. rows: of "{expert}.{part}"."""
+    """A matrix of every expert, each of stacked `parts` as Linear's. rows: of "{expert}.{part}". Its method says what
+    the checkpoint keeps them in; what `Products` multiply is `weight` [experts, n_out, n_in]."""
 
-    def __init__(self, num_experts: int, n_in: int, parts: dict[str, int], dtype: torch.dtype):
+    shards: Mapping[str, Shard] = NO_SHARDS
+
+    def __init__(self, num_experts: int, n_in: int, parts: dict[str, int], dtype: torch.dtype, first: int = 0):
         super().__init__()
         own = row_ranges(parts)
-        self.rows = {f"{e}.{part}": (e, rows) for e in range(num_experts) for part, rows in own.items()}
-        self.weight = empty_parameter(num_experts, sum(parts.values()), n_in, dtype=dtype)
+        self.n_in, self.shape = n_in, (num_experts, sum(parts.values()), n_in)
+        self.rows = {f"{first + e}.{part}": (e, rows) for e in range(num_experts) for part, rows in own.items()}
+        self.method: QuantMethod = UnquantizedStack()
+        self.method.create(self, n_in, sum(parts.values()), dtype)
+
+    def declared(self, part: str) -> tuple[TensorSpec, ...]:
+        """What of the checkpoint a matrix is read from."""
+        shard, (_, rows) = self.shards.get(part), self.rows[part]
+        n_out = whole(rows.stop - rows.start, "outputs", shard)
+        return self.method.tensors(part, n_out, whole(self.n_in, "inputs", shard))
+
+    def finish(self) -> None:
+        self.method.finish(self)
+
+
+class UnquantizedStack(Unquantized):
+    """The checkpoint's matrices as they are."""
+
+    def create(self, layer: nn.Module, n_in: int, n_out: int, dtype: torch.dtype) -> None:
+        layer.weight = empty_parameter(*layer.shape, dtype=dtype)
 
 
 class Products(Protocol):
     """How the experts are computed."""
 
-    capture_obstacle: ClassVar[str | None]  # why no capture may hold it, or None
+    capture_unsupported_reason: ClassVar[str | None]  # why no capture may hold it, or None
 
     def __call__(self, x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
         """x [T, hidden], gate_up [experts, 2 * size, hidden], down [experts, hidden, size] -> like x."""
@@ -103,7 +125,7 @@ class TorchExperts:
     """Pairs sorted by expert, and two products for each expert that has some: a step of one token reads the matrices of
     its own experts alone. The host must know how many pairs each has, so it is done aside of captures."""
 
-    capture_obstacle = "torch computes its experts, and asks which of them have tokens (runner.kernels=torch)"
+    capture_unsupported_reason = "torch computes its experts, and asks which of them have tokens (runner.kernels=torch)"
 
     def __call__(self, x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -115,7 +137,7 @@ class TritonExperts:
     """Four launches, whose grids follow from the number of tokens (kernels/triton/experts.py): a capture may hold
     them."""
 
-    capture_obstacle = None
+    capture_unsupported_reason = None
 
     def __call__(self, x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -124,10 +146,12 @@ class TritonExperts:
 
 
 class Experts(nn.Module):
-    def __init__(self, n_in: int, size: int, num_experts: int, dtype: torch.dtype):
+    """first: the checkpoint's number of the first of them."""
+
+    def __init__(self, n_in: int, size: int, num_experts: int, dtype: torch.dtype, first: int = 0):
         super().__init__()
-        self.gate_up = MatrixStack(num_experts, n_in, {"gate": size, "up": size}, dtype)
-        self.down = MatrixStack(num_experts, size, {"": n_in}, dtype)
+        self.gate_up = MatrixStack(num_experts, n_in, {"gate": size, "up": size}, dtype, first)
+        self.down = MatrixStack(num_experts, size, {"": n_in}, dtype, first)
         self.products: Products = TorchExperts()
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:

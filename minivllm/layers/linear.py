@@ -4,31 +4,42 @@ A layer may hold several matrices of the checkpoint stacked by rows (q, k, v; ga
 than three small ones. `rows` says as data which rows belong to which matrix; the loader needs nothing else, and
 neither will tensor parallelism or LoRA.
 
-How the rows are kept is a `QuantMethod`: `create` makes what the loader fills, `finish` repacks it once all is loaded,
-`apply` multiplies. Besides quantisation this is the place for a layout that a library likes better. oneDNN's blocked
-layout, packed once, is worth much on a CPU, most of all with few tokens: without it `F.linear` reorders its weight on
-every call.
+How the rows are kept is a `QuantMethod`: `tensors` declares what the loader brings (stored.py), `create` makes what it
+fills, `finish` repacks it once all is loaded, `apply` multiplies. Besides quantisation this is the place for a layout
+that a library likes better. oneDNN's blocked layout, packed once, is worth much on a CPU, most of all with few tokens:
+without it `F.linear` reorders its weight on every call.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.kernels.cpu import dense
+from minivllm.kernels.cpu import dense, floats
 from minivllm.kernels.cpu.dense import DenseMatrix
+from minivllm.kernels.cpu.floats import FloatMatrix
+from minivllm.layers.stored import Shard, TensorSpec, whole
+
+NO_SHARDS: Mapping[str, Shard] = MappingProxyType({})
 
 
 class QuantMethod(Protocol):
     """How a linear layer stores its weight. The method owns `layer.weight` and whatever it turns that into."""
 
+    def tensors(self, part: str, n_out: int, n_in: int) -> tuple[TensorSpec, ...]:
+        """What the checkpoint keeps the matrix [n_out, n_in] of a part in. Of a part of which the layer holds some
+        outputs or inputs, the whole matrix is meant."""
+        ...
+
     def create(self, layer: nn.Module, n_in: int, n_out: int, dtype: torch.dtype) -> None:
-        """Register the parameters that the loader fills, on the default device."""
+        """Register the parameters that the loader fills, on the default device; or `layer.held`, {part: {name:
+        tensor}}, where the loader leaves what it reads."""
         ...
 
     def finish(self, layer: nn.Module) -> None:
@@ -42,6 +53,9 @@ class QuantMethod(Protocol):
 
 class Unquantized:
     """The checkpoint's matrix as it is, [n_out, n_in] in the model's dtype. Runs everywhere."""
+
+    def tensors(self, part: str, n_out: int, n_in: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("weight", (n_out, n_in)),)
 
     def create(self, layer: nn.Module, n_in: int, n_out: int, dtype: torch.dtype) -> None:
         layer.weight = empty_parameter(n_out, n_in, dtype=dtype)
@@ -81,19 +95,51 @@ class TiledCPU(PrepackedCPU):
         return super().apply(layer, x) if layer.tiles is None else layer.tiles(x)
 
 
+class RowwiseCPU(Unquantized):
+    """Unquantized, with a product of whose result each row depends on its own row of x alone, in any dtype."""
+
+    traceable = False  # by C++ calls
+
+    def finish(self, layer: nn.Module) -> None:
+        keep_in_panels(layer, floats.narrowest(layer.weight.data))
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer.panels(x, layer.output_dtype)
+
+
+class NarrowCPU(RowwiseCPU):
+    """Unquantized, on a CPU that multiplies in fp32 alone: a weight that a 16-bit checkpoint gave stays in 16 bits,
+    which hold it exactly, and is widened in registers (kernels/cpu/float_linear.cpp). One that takes all of fp32 is
+    left to oneDNN."""
+
+    def finish(self, layer: nn.Module) -> None:
+        kept_in = floats.narrowest(layer.weight.data)
+        if kept_in is torch.float32 or floats.unsupported_reason() is not None:
+            layer.method = PrepackedCPU()  # which a compiler can look into
+            return layer.method.finish(layer)
+        keep_in_panels(layer, kept_in)
+
+
+def keep_in_panels(layer: nn.Module, dtype: torch.dtype) -> None:
+    layer.panels = FloatMatrix(layer.weight.data, layer.bias, dtype)
+    layer.weight = None
+
+
 class MethodChoice(NamedTuple):
     method: QuantMethod
     reason: str
 
 
 def choose_method(device: torch.device, dtype: torch.dtype) -> MethodChoice:
-    """The fastest of the three for a weight that is not quantised."""
+    """The fastest for a weight that is not quantised."""
     if device.type != "cpu":
         return MethodChoice(Unquantized(), f"dense weights: the device is {device.type}")
     if not _onednn_packs(dtype):
         return MethodChoice(Unquantized(), f"dense weights: no packed {dtype} product in this torch or CPU")
-    if dtype is torch.bfloat16 and dense.obstacle() is None:
+    if dtype is torch.bfloat16 and dense.unsupported_reason() is None:
         return MethodChoice(TiledCPU(), f"weights as tiles for the CPU's {dense.unit()}")
+    if dtype is torch.float32:  # with a compiler or without: compiled pieces are of one model
+        return MethodChoice(NarrowCPU(), "weights of 16 bits in panels, widened as they are read; others as oneDNN's")
     return MethodChoice(PrepackedCPU(), "weights packed into oneDNN's blocked layout: an x86 CPU")
 
 
@@ -115,6 +161,7 @@ class Linear(nn.Module):
     """y = x W^T + b with W [n_out, n_in]; n_out is the sum of `parts`, stacked in their order."""
 
     output_dtype: torch.dtype | None = None  # a method that sums in fp32 anyway may give its sums; None: the input's
+    shards: Mapping[str, Shard] = NO_SHARDS  # part -> which of its matrix is here; all of it where nothing is said
 
     def __init__(
         self, n_in: int, parts: Mapping[str, int], *, bias: bool = False, dtype: torch.dtype, method: QuantMethod
@@ -132,6 +179,13 @@ class Linear(nn.Module):
 
     def finish(self) -> None:
         self.method.finish(self)
+
+    def declared(self, part: str) -> tuple[TensorSpec, ...]:
+        """What of the checkpoint a part is read from."""
+        shard, rows = self.shards.get(part), self.rows[part]
+        n_out = whole(rows.stop - rows.start, "outputs", shard)
+        weights = self.method.tensors(part, n_out, whole(self.n_in, "inputs", shard))
+        return weights if self.bias is None else (*weights, TensorSpec("bias", (n_out,), inputs=None))
 
 
 def row_ranges(parts: Mapping[str, int]) -> dict[str, slice]:

@@ -10,10 +10,11 @@ number of calls is what costs, that is faster than rotate_half, and than turning
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class Rotation(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, heads, head_size] -> rotated, like x."""
         return torch.addcmul(x * self.cos, x.roll(x.shape[-1] // 2, -1), self.sin)
+
+
+def rotation(cos: Tensor, sin: Tensor) -> Rotation:
+    """cos, sin [T, head_size / 2], of each pair of a head."""
+    return Rotation(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))
 
 
 class Angles(NamedTuple):
@@ -61,8 +67,73 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotation:
         """positions [T] int64, each below max_position."""
-        cos, sin = self.cos[positions], self.sin[positions]  # [T, head_size / 2]
-        return Rotation(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))
+        return rotation(self.cos[positions], self.sin[positions])
+
+
+def unturned(x: Tensor) -> Tensor:
+    """The rotation of a layer without positions."""
+    return x
+
+
+class PairedRotation(NamedTuple):
+    """As Rotation, where an element's partner is where `partners` says. What has none is multiplied by 1 and 0."""
+
+    cos: Tensor  # [T, 1, head_size]
+    sin: Tensor  # [T, 1, head_size]: negative for the first of a pair
+    partners: Tensor  # [head_size] int64
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, heads, head_size] -> rotated, like x."""
+        return torch.addcmul(x * self.cos, x.index_select(-1, self.partners), self.sin)
+
+
+class PairedRotaryEmbedding(RotaryEmbedding):
+    """Of the first `rotary_size` of each head alone (GPT-J, NeoX), or with neighbours as pairs, as the paper has it."""
+
+    def __init__(
+        self,
+        rope: RopeSpec,
+        rotary_size: int,
+        head_size: int,
+        max_position: int,
+        dtype: torch.dtype,
+        *,
+        interleaved: bool,
+    ):
+        super().__init__(rope, rotary_size, max_position, dtype)
+        self.interleaved, at, half = interleaved, torch.arange(head_size), rotary_size // 2
+        of_pair = at ^ 1 if interleaved else torch.where(at < half, at + half, at - half)
+        self.register_buffer("partners", torch.where(at < rotary_size, of_pair, at), persistent=False)
+        self.rest = head_size - rotary_size
+
+    def forward(self, positions: Tensor) -> PairedRotation:
+        """positions [T] int64, each below max_position."""
+        cos, sin = self.cos[positions], self.sin[positions]  # [T, rotary_size / 2]
+        if self.interleaved:
+            cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+        else:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        cos, sin = F.pad(cos, (0, self.rest), value=1.0), F.pad(sin, (0, self.rest))
+        return PairedRotation(cos.unsqueeze(1), sin.unsqueeze(1), self.partners)
+
+
+class MRotaryEmbedding(RotaryEmbedding):
+    """Three positions a token (M-RoPE, Qwen2-VL, Wang et al. 2024): its time, height and width in what it shows.
+    Each pair of a head turns by one of them, in sections. A text's three are equal, and give the rotation of one."""
+
+    def __init__(self, rope: RopeSpec, head_size: int, max_position: int, dtype: torch.dtype, sections: Sequence[int]):
+        """sections: how many pairs turn by time, by height and by width, and so on in turns; head_size / 2 in all."""
+        super().__init__(rope, head_size, max_position, dtype)
+        assert sum(sections) * 2 == head_size, (sections, head_size)
+        rows = torch.tensor([i % 3 for i, num_pairs in enumerate(sections) for _ in range(num_pairs)])
+        self.register_buffer("rows", rows, persistent=False)  # [head_size / 2]: by which position each pair turns
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """positions [3, T] int64, or [T] where a token's three are equal."""
+        if positions.dim() == 1:
+            return super().forward(positions)
+        at = positions[self.rows].T  # [T, head_size / 2]
+        return rotation(self.cos.gather(0, at), self.sin.gather(0, at))
 
 
 class Frequencies(NamedTuple):
@@ -103,6 +174,13 @@ def yarn(rope: RopeSpec, head_size: int) -> Frequencies:
     return Frequencies((1 - interpolate) * fast + interpolate * fast / rope.factor, rope.attention_factor)
 
 
+def longrope(rope: RopeSpec, head_size: int) -> Frequencies:
+    """LongRoPE (Ding et al. 2024): each pair is slowed down by a factor of its own, and attention is sharpened."""
+    factors = torch.tensor(rope.factors, dtype=torch.float32)
+    assert len(factors) * 2 == head_size, (len(factors), head_size)
+    return Frequencies(plain(rope, head_size).per_pair / factors, rope.attention_factor)
+
+
 # "dynamic" NTK scaling changes frequencies only past the original context, where ModelSpec.max_position ends: keys in
 # the cache were rotated with the old frequencies, so going on would mix two scales.
 FREQUENCIES: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
@@ -111,4 +189,5 @@ FREQUENCIES: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
     "dynamic": plain,
     "llama3": llama3,
     "yarn": yarn,
+    "longrope": longrope,
 }

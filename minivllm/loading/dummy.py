@@ -13,9 +13,9 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from minivllm.models import read_spec
 from minivllm.models.spec import ModelSpec
 
 TOKENIZER_VERSION = 1  # count up whenever the files of `write_tokenizer` change
@@ -64,6 +64,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": True,
     },
+    "qwen3-4b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151_936,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    },
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "hidden_size": 2048,
@@ -93,6 +107,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131_072,
         "rope_parameters": _LLAMA31_ROPE,
     },
+    "llama-3.2-1b": {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128_256,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": _LLAMA31_ROPE | {"factor": 32.0},
+        "tie_word_embeddings": True,
+    },
+    "gemma3-270m": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_size": 640,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "intermediate_size": 2048,
+        "vocab_size": 262_144,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+    },
     "tiny": {  # every seam at once: heads * head_size != hidden, grouped KV heads, QK-norm, untied
         "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": 64,
@@ -106,6 +147,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "rope_theta": 10_000.0,
     },
+}
+
+SHAPES["tiny-short"] = SHAPES["tiny"] | {"num_hidden_layers": 2}  # for what is slow layer by layer
+SHAPES["tiny-gemma3"] = SHAPES["tiny"] | {  # every second layer sees a window
+    "architectures": ["Gemma3ForCausalLM"],
+    "rope_theta": 50_000.0,
+    "rope_local_base_freq": 500.0,
+    "sliding_window": 24,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 20.0,
+    "tie_word_embeddings": True,
 }
 SHAPES["tiny-moe"] = SHAPES["tiny"] | {  # of four layers one is dense
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -123,19 +176,7 @@ def hf_config(name: str) -> dict[str, Any]:
 
 
 def dummy_spec(name: str) -> ModelSpec:
-    return ModelSpec.from_hf(hf_config(name), where=f"dummy:{name}")
-
-
-def fill(model: Any, seed: int) -> None:
-    """Random weights, the same for equal seeds on equal devices."""
-    generator = torch.Generator(model.embedding.weight.device).manual_seed(seed)
-    for name, tensor in model.checkpoint_tensors().items():
-        if "norm" in name:
-            tensor.uniform_(0.75, 1.25, generator=generator)
-        elif name.endswith(".bias"):
-            tensor.normal_(0.0, 0.1, generator=generator)
-        else:
-            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+    return read_spec(hf_config(name), where=f"dummy:{name}")
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

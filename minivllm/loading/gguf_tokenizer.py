@@ -9,16 +9,17 @@ tokenizer that cuts otherwise than the model's works, and quietly makes the mode
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from minivllm.errors import ModelError
-from minivllm.loading.gguf_file import GGUFFile
+from minivllm.loading.gguf_file import LIST, GGUFFile
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+MAX_PIECE = 1024  # characters of a SentencePiece token; models' have at most some dozens
 
 _LETTERS_AND_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -72,44 +73,52 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
 
 
 def build_tokenizer(file: GGUFFile) -> Tokenizer:
-    kind = file.metadata.get("tokenizer.ggml.model")
+    """Raises ModelError."""
+    kind = file.value("tokenizer.ggml.model", str)
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in builders or "tokenizer.ggml.tokens" not in file.metadata:
+    if kind not in builders or not file.texts("tokenizer.ggml.tokens"):
         raise ModelError(f'{file.path}: tokenizer "{kind}" is not supported. Supported: {", ".join(builders)}')
-    tokenizer = builders[kind](file)
-    _add_special(tokenizer, file)
-    if file.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
-        _add_bos(tokenizer, file)
+    try:
+        tokenizer = builders[kind](file)
+        _add_special(tokenizer, file)
+        if adds_bos(file):
+            _add_bos(tokenizer, file)
+    except ModelError:
+        raise
+    except Exception as e:  # the library raises plain Exception for tokens and merges that do not fit each other
+        raise ModelError(f"{file.path}: the tokenizer cannot be built ({e}). Fetch the file again") from None
     return tokenizer
 
 
+def adds_bos(file: GGUFFile) -> bool:
+    return file.value("tokenizer.ggml.add_bos_token", bool, file.value("tokenizer.ggml.model", str) == "llama")
+
+
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
-    kind = file.metadata.get("tokenizer.ggml.model")
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     special = {name: special_token(file, key) for name, key in names.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{name: token for name, token in special.items() if token is not None},
-        "add_bos_token": bool(file.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")),
+        "add_bos_token": adds_bos(file),
         "clean_up_tokenization_spaces": False,
-        **({"chat_template": t} if (t := file.metadata.get("tokenizer.chat_template")) else {}),
+        **({"chat_template": t} if (t := file.value("tokenizer.chat_template", str)) else {}),
     }
 
 
 def special_token(file: GGUFFile, key: str) -> str | None:
-    token_id, tokens = file.metadata.get(f"tokenizer.ggml.{key}_token_id"), file.metadata["tokenizer.ggml.tokens"]
-    return tokens[token_id] if token_id is not None and token_id < len(tokens) else None
+    token_id, tokens = file.value(f"tokenizer.ggml.{key}_token_id", int), file.texts("tokenizer.ggml.tokens")
+    return tokens[token_id] if token_id is not None and 0 <= token_id < len(tokens) else None
 
 
 def _byte_level(file: GGUFFile) -> Tokenizer:
-    meta = file.metadata
-    pre = meta.get("tokenizer.ggml.pre", "default")
+    pre = file.value("tokenizer.ggml.pre", str, "default")
     if pre not in CUTS:
         raise ModelError(
             f'{file.path}: the pre-tokenizer "{pre}" is not known. Use the Hugging Face folder of this model instead'
         )
-    vocab = {token: i for i, token in enumerate(meta["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges", ())]
+    vocab = {token: i for i, token in enumerate(file.texts("tokenizer.ggml.tokens"))}
+    merges = [tuple(merge.split(" ", 1)) for merge in file.texts("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_TOKENS))
     if pre in _NFC:
         tokenizer.normalizer = normalizers.NFC()
@@ -120,11 +129,12 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
 
 def _sentencepiece(file: GGUFFile) -> Tokenizer:
     """Sentencepiece BPE with byte fallback, spaces written as U+2581."""
-    meta = file.metadata
-    tokens = meta["tokenizer.ggml.tokens"]
-    prefix = meta.get("tokenizer.ggml.add_space_prefix", True)
+    tokens = file.texts("tokenizer.ggml.tokens")
+    prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
     unknown = special_token(file, "unknown") or "<unk>"
-    merges = merges_from_scores(tokens, meta.get("tokenizer.ggml.scores") or [0.0] * len(tokens))
+    if (longest := max(map(len, tokens))) > MAX_PIECE:
+        raise ModelError(f"{file.path}: a token of {longest:,} characters, and at most {MAX_PIECE:,} can be merged")
+    merges = merges_from_scores(tokens, file.value("tokenizer.ggml.scores", LIST) or [0.0] * len(tokens))
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces = normalizers.Replace(" ", "▁")
@@ -135,7 +145,7 @@ def _sentencepiece(file: GGUFFile) -> Tokenizer:
     return tokenizer
 
 
-def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+def merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Sentencepiece keeps no list of merges: it joins the neighbours whose union has the best score. The same order as
     a list: every way to make a token from two others, best token first."""
     known = {token: i for i, token in enumerate(tokens)}
@@ -150,8 +160,7 @@ def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str
 
 
 def _add_special(tokenizer: Tokenizer, file: GGUFFile) -> None:
-    tokens = file.metadata["tokenizer.ggml.tokens"]
-    types = file.metadata.get("tokenizer.ggml.token_type") or []
+    tokens, types = file.texts("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type", LIST, ())
     control = [t for t, kind in zip(tokens, types, strict=False) if kind == CONTROL]
     plain = [t for t, kind in zip(tokens, types, strict=False) if kind == USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])

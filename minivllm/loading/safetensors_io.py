@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,19 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minivllm.errors import ModelError
+from minivllm.files import inside, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def read_json(path: Path, kind: type = dict) -> Any:
-    """kind: dict or list. Raises ModelError for anything else."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as e:
-        raise ModelError(f"{path}: not readable as JSON ({e}). Fetch the file again") from None
-    if not isinstance(value, kind):
-        raise ModelError(f"{path}: expected a JSON {'object' if kind is dict else 'array'}. Fetch the file again")
-    return value
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -42,8 +35,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         names = read_json(folder / INDEX).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise ModelError(f'{folder / INDEX}: no "weight_map". Fetch the file again')
-        shards = tuple(folder / name for name in sorted(set(names.values())))
-        if missing := [s.name for s in shards if not s.is_file()]:
+        shards = tuple(inside(folder, name, folder / INDEX) for name in sorted(set(map(str, names.values()))))
+        if missing := [s.name for s in shards if not os.path.isfile(s)]:
             raise ModelError(f"{folder}: shards named by {INDEX} are missing: {', '.join(missing)}. Fetch them")
         return shards
     if pickles := sorted(p.name for p in folder.glob("*.bin")):
@@ -56,13 +49,56 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, Tensor, Path]]:
     """(name, tensor, file); the tensors are views of the mapped file: copy them."""
+    return ((name, tensor.read(), path) for name, tensor, path in stored_tensors(files))
+
+
+class StoredTensor:
+    """A tensor in an open file, or a part of one: as torch's `select` and `narrow` say, of which nothing is read before
+    `read`, and then no more than the part."""
+
+    def __init__(self, file: Any, name: str, path: Path):
+        self._file, self._name, self._path = file, name, path
+        self._stored = file.get_slice(name)
+        self._index = [slice(0, size) for size in self._stored.get_shape()]
+        self._axes = list(range(len(self._index)))  # of the stored tensor's, that this one has
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._index[axis].stop - self._index[axis].start for axis in self._axes)
+
+    def narrow(self, axis: int, start: int, length: int) -> StoredTensor:
+        part, of = copy(self), self._axes[axis]
+        first = self._index[of].start + start
+        part._index = [*self._index[:of], slice(first, first + length), *self._index[of + 1 :]]
+        return part
+
+    def select(self, axis: int, index: int) -> StoredTensor:
+        part = self.narrow(axis, index, 1)
+        part._axes = [*self._axes[:axis], *self._axes[axis + 1 :]]
+        return part
+
+    def read(self) -> Tensor:
+        """A view of the mapped file where it can be: copy it. Raises ModelError."""
+        with _named(self._path):
+            if self.shape == tuple(self._stored.get_shape()):
+                return self._file.get_tensor(self._name)
+            return self._stored[tuple(self._index)].view(self.shape)
+
+
+def stored_tensors(files: Iterable[Path]) -> Iterator[tuple[str, StoredTensor, Path]]:
+    """(name, tensor, file). A tensor can be read until the next one is asked for."""
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - the file is not a dict
-                    yield name, file.get_tensor(name), path
-        except (SafetensorError, OSError) as e:
-            raise ModelError(f"{path}: truncated or corrupt ({e}). Fetch the file again") from None
+        with _named(path), safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - the file is not a dict
+                yield name, StoredTensor(file, name, path), path
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as e:
+        raise ModelError(f"{path}: truncated or corrupt ({e}). Fetch the file again") from None
 
 
 class Entry(NamedTuple):

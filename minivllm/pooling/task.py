@@ -1,5 +1,5 @@
 """What a model is served for: to generate text, to embed texts, or to score pairs of them. Decided before anything is
-loaded, since each is a different engine. No torch here."""
+loaded, since each has a worker of its own. No torch here."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
-from minivllm.models.encoder_spec import encoder_named
-from minivllm.models.spec import headless_named
+from minivllm.models import encoder_named, headless_named
 
 GENERATE, EMBED, SCORE = "generate", "embed", "score"
 ALIASES = ("minilm", "all-minilm-l6-v2")  # of the loader's, those that embed
@@ -41,18 +40,6 @@ def choose_task(config: EngineConfig) -> Decision:
         hint = "; a model with a classification head scores, and under embed scores are cosines" * (asked == SCORE)
         raise ConfigError(f"model.task={asked}, but {path} is {made.what}: it can {' or '.join(made.tasks)}{hint}")
     return Decision("model.task", asked, "as configured")
-
-
-def refuse_pooling(config: EngineConfig) -> None:
-    """For an engine that generates. Raises ConfigError if the configuration asks for one that pools."""
-    task = choose_task(config).value
-    if task != GENERATE:
-        raise ConfigError(
-            f"{config.model.path} runs under model.task={task}: LLM(...).embed() and .score() in Python, or "
-            "`python -m minivllm.serve`; it generates no text"
-        )
-    if config.model.pooling != "auto":
-        raise ConfigError(f"model.pooling={config.model.pooling} needs model.task=embed")
 
 
 def _made(path: str) -> Made:

@@ -1,18 +1,23 @@
 """Weights in 4 or 8 bits: w = scale * code + minimum, one scale (and minimum) for 32 inputs of an output.
 
-These are llama.cpp's Q8_0 (8 bits, no minimum) and Q4_1 (4 bits), and Q4_0 with -8 * scale as its minimum: such a GGUF
-file's numbers are taken over as they are. Scales and minima are fp16.
+These are llama.cpp's Q8_0 (8 bits, no minimum) and Q4_1 (4 bits), and Q4_0 with -8 * scale as its minimum. Scales and
+minima are fp16. `to_blocks` and `from_blocks` go between this form and blocks as a GGUF file has them, each of which is
+an fp16 scale, for Q4_1 an fp16 minimum, then the codes: nothing is lost either way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from minivllm.kernels.cpu.blocks import Blocks
+
 GROUP = 32
 BITS = (4, 8)
+STORED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # of the kinds of blocks that have this form
 
 
 class Packed(NamedTuple):
@@ -64,3 +69,31 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 def unpack_nibbles(nibbles: Tensor) -> Tensor:
     groups = nibbles.unflatten(1, (-1, GROUP // 2))
     return torch.cat((groups & 15, groups >> 4), -1).flatten(1)
+
+
+def to_blocks(packed: Packed) -> Blocks:
+    """Q8_0, or Q4_1."""
+    n_out, num_groups = packed.scales.shape
+    parts = [packed.scales, packed.codes] if packed.minima is None else [packed.scales, packed.minima, packed.codes]
+    groups = [part.view(torch.uint8).view(n_out, num_groups, -1) for part in parts]
+    return Blocks("Q8_0" if packed.minima is None else "Q4_1", torch.cat(groups, 2).flatten(1))
+
+
+def from_blocks(parts: Iterable[Blocks]) -> Packed:
+    """The rows of all parts, whose kinds are among those of STORED_BITS with equal bits. A Q4_0 scale above 8191 has a
+    minimum that fp16 cannot hold: an infinite one."""
+    split = [_split(blocks) for blocks in parts]
+    assert len({packed.bits for packed in split}) == 1, "equal bits"
+    codes, scales, minima = zip(*split, strict=True)
+    return Packed(torch.cat(codes), torch.cat(scales), None if minima[0] is None else torch.cat(minima))
+
+
+def _split(blocks: Blocks) -> Packed:
+    num_halves = 2 if blocks.kind == "Q4_1" else 1
+    groups = blocks.rows.unflatten(1, (-1, 2 * num_halves + GROUP * STORED_BITS[blocks.kind] // 8))
+    halves = groups[..., : 2 * num_halves].contiguous().view(torch.float16)  # [n_out, groups, halves]
+    codes = groups[..., 2 * num_halves :].flatten(1)
+    if blocks.kind == "Q8_0":
+        return Packed(codes.view(torch.int8), halves[..., 0].contiguous(), None)
+    scales = halves[..., 0].contiguous()
+    return Packed(codes, scales, scales * -8 if blocks.kind == "Q4_0" else halves[..., 1].contiguous())

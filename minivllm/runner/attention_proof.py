@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
 from minivllm.attention.reference import ReferenceAttention
-from minivllm.runner.batch import InputBatch
+from minivllm.batch import InputBatch
 
 CHUNK = 64  # queries; the reference keeps a score for each of them and each key
 TILES = 3 * 64 + 5  # tokens: several tiles of keys, the last one not full

@@ -25,7 +25,7 @@ Move = Callable[[Caches, Caches, Pairs], None]  # sources, targets: all are read
 
 
 class TorchMove:
-    """One gather and one scatter a layer. The twin."""
+    """One gather and one scatter a layer. The reference."""
 
     def __init__(self, block_axis: int):
         self._axis = block_axis
@@ -73,12 +73,12 @@ class KernelMove:
 def choose_move(kernels: Dispatch, device: Caches, host: Caches, block_axis: int) -> Move:
     """device, host: the caches between which and within which blocks will be moved."""
     in_torch = TorchMove(block_axis)
-    if (obstacle := obstacle_of(device, host, block_axis)) is not None:
-        kernels.refuse("block copy", obstacle)
+    if (why := unsupported_reason(device, host, block_axis)) is not None:
+        kernels.refuse("block copy", why)
     return KernelMove(kernels.device, in_torch) if kernels.uses("block copy", _proof) else in_torch
 
 
-def obstacle_of(device: Caches, host: Caches, block_axis: int) -> str | None:
+def unsupported_reason(device: Caches, host: Caches, block_axis: int) -> str | None:
     """Why the kernel cannot move blocks of these caches, or None."""
     for cache in (*device, *host):
         if block_axis != 1 or cache.shape[0] != 2 or not cache.is_contiguous():

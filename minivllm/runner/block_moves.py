@@ -16,6 +16,13 @@ from minivllm.plan import StepPlan
 from minivllm.runner.block_copy import Move, Pairs
 
 
+class NoBlockMoves:
+    """Where no tensor stands behind a block; the options that would move one are declared conflicts, or refused."""
+
+    def __call__(self, plan: StepPlan) -> None:
+        assert not (plan.swap_out or plan.swap_in or plan.copies), "there are no blocks to move"
+
+
 class BlockMoves:
     def __init__(self, device: Sequence[Tensor], host: Sequence[Tensor], block_axis: int, move: Move):
         """device, host: one KV tensor a layer; block_axis: which dimension of it counts blocks."""

@@ -16,6 +16,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from minivllm.compile.forms import FORMS, Form
 from minivllm.compile.store import Store, environment, program_key
 from minivllm.compile.trace import skeleton
 from minivllm.loading.cache import Cache
+from minivllm.machine import full_disk
 
 logger = logging.getLogger("minivllm")
 
@@ -38,6 +40,9 @@ logger = logging.getLogger("minivllm")
 # without data, and nothing is timed. An estimate, as no card has run it; a builder that finds no room fails, not the
 # engine.
 GPU_BYTES = 1 << 30
+
+# A builder says when a piece is done, which takes seconds or, beside an engine that leaves it little time, minutes.
+SILENT_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class Build:
 
     def __init__(self, job: Job):
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
+        self._hangs = False
         scratch = child.make_folder()
         self._process = child.start("minivllm.runner.compile_job", scratch, stdout=subprocess.PIPE, stderr=self._errors)
         child.claimed(scratch)
@@ -76,16 +82,34 @@ class Build:
             child.send_bytes(self._process, pickle.dumps(job))
 
     def wait(self) -> str | None:
-        """None once all is in the cache; or why it is not. Reports its progress to the log."""
+        """None once all is in the cache; or why it is not. Reports its progress to the log, and ends a builder that
+        makes none."""
+        silence = self._count_silence()
         for line in self._process.stdout:
+            silence.cancel()
             logger.info("compile: %s", line.decode(errors="replace").strip())
+            silence = self._count_silence()
         code = self._process.wait()
+        silence.cancel()
         if code == 0:
             return None
+        if self._hangs:
+            return f"the builder has said nothing for {SILENT_SECONDS:g} s, and was ended"
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         logger.debug("compile: %s", "\n".join(lines))
-        return f"the builder ended with exit code {code}: {lines[-1] if lines else 'no message'}"
+        why = full_disk("\n".join(lines)) or (lines[-1] if lines else "no message")
+        return f"the builder ended with exit code {code}: {why}"
+
+    def _count_silence(self) -> threading.Timer:
+        silence = threading.Timer(SILENT_SECONDS, self._give_up)
+        silence.daemon = True
+        silence.start()
+        return silence
+
+    def _give_up(self) -> None:
+        self._hangs = True
+        self._process.kill()
 
 
 def _end(process: subprocess.Popen, scratch: str) -> None:

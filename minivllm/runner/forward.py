@@ -10,9 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minivllm.batch import BatchKey, InputBatch
 from minivllm.compile.graphs import Captures, Exact
-from minivllm.runner.batch import InputBatch
-from minivllm.runner.inputs import BatchKey
 from minivllm.upload import upload
 
 
@@ -45,19 +44,49 @@ class ForwardRunner(Protocol):
         ...
 
 
-def device_inputs(batch: InputBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """token_ids and positions [padded T] int64."""
-    return upload(batch.token_ids, device), upload(batch.positions, device)
+def first_inputs(
+    model: torch.nn.Module, batch: InputBatch, device: torch.device, shapes: Exact | Captures
+) -> tuple[Tensor, Tensor]:
+    """What a forward begins with, where `shapes` wants it: x [padded T, hidden] and positions [padded T], or [3, ...]
+    where the model turns by three."""
+    x = model.embed(upload(batch.token_ids, device), shapes.room(batch.padded_tokens))
+    for first, end, given in batch.overlays:
+        x[first:end] = given
+    positions = batch.positions if batch.rope_positions is None else batch.rope_positions
+    return shapes.inputs(x, upload(positions, device))
+
+
+class AnnouncedForward:
+    """A ForwardRunner around another: says in each step that the device is at work."""
+
+    def __init__(self, inner: ForwardRunner, tell: Callable[[], None], blocks: bool):
+        """blocks: a call of `inner` returns when the device is done, and not when it has been given its work."""
+        self._inner, self._tell, self._blocks = inner, tell, blocks
+        self.decision = inner.decision
+
+    def key_for(self, num_reqs: int, num_tokens: int, max_query: int, adapted: bool = False) -> BatchKey:
+        return self._inner.key_for(num_reqs, num_tokens, max_query, adapted)
+
+    def warmup(self, run_dummy: Callable[[BatchKey], None]) -> None:
+        self._inner.warmup(run_dummy)
+
+    def __call__(self, batch: InputBatch) -> Tensor:
+        if self._blocks:
+            self._tell()
+        hidden = self._inner(batch)
+        if not self._blocks:
+            self._tell()
+        return hidden
 
 
 class EagerForward:
     """Calls the model as it is; where forwards are captured, between its attentions."""
 
-    decision = ("eager", "as it is written")
+    decision: tuple[str, str] = ("eager", "as it is written")
 
     def __init__(self, model: torch.nn.Module, device: torch.device, options: ForwardOptions):
-        assert options.compile == "off", "resolve() refuses it"
-        self.device = device
+        assert options.compile == "off", "EngineConfig.build refuses it"
+        self.model, self.device = model, device
         self._shapes = options.shapes
         self._forward = options.shapes.wrap_forward(model)
 
@@ -70,4 +99,4 @@ class EagerForward:
         self._shapes.seal()
 
     def __call__(self, batch: InputBatch) -> Tensor:
-        return self._forward(*self._shapes.inputs(*device_inputs(batch, self.device)))
+        return self._forward(*first_inputs(self.model, batch, self.device, self._shapes))

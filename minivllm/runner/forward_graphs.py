@@ -9,9 +9,10 @@
 
 A whole forward can be captured where the attention backend says so (`AttentionBackend.graphs`): its metadata then has
 shapes that follow from the number of requests, and `StaticAttention` keeps it where the capture reads it. A model may
-object (`capture_obstacle`): torch's way to compute experts asks the host. What a LoRA adapter adds depends on who is in
-the step: it is done aside, between two captures, and a step with an adapter in it is not replayed whole. On a CPU the
-captures are recorded calls (compile/graphs.py): slower than calling, and a test of all that a graph takes for granted.
+object (`capture_unsupported_reason`): torch's way to compute experts asks the host. What a LoRA adapter adds depends on
+who is in the step: it is done aside, between two captures, and a step with an adapter in it is not replayed whole. On a
+CPU the captures are recorded calls (compile/graphs.py): slower than calling, and a test of all that a graph takes for
+granted.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionBackend
+from minivllm.batch import BatchKey, InputBatch, InputSizes, pad_requests
 from minivllm.compile.graphs import Captures, Recorder, capture_sizes, copy_into, make_recorder
-from minivllm.runner.batch import InputBatch, pad_requests
-from minivllm.runner.forward import ForwardOptions, ForwardRunner, device_inputs
-from minivllm.runner.inputs import BatchKey, InputSizes
+from minivllm.runner.forward import ForwardOptions, ForwardRunner, first_inputs
 
 MAX_CAPTURED = 512  # tokens of a step; in longer ones the host keeps ahead of the device
 
@@ -61,18 +61,18 @@ def piecewise(at: Setting) -> Graphed:
 
 
 def full(at: Setting) -> Graphed:
-    if (obstacle := _obstacle(at)) is not None:
-        return none(at)._replace(decision=("none", obstacle))
+    if (why := _unsupported_reason(at)) is not None:
+        return none(at)._replace(decision=("none", why))
     return _named("full", _full(at, none(at), make_recorder(at.device)), at.device)
 
 
 def full_and_piecewise(at: Setting) -> Graphed:
     recorder = make_recorder(at.device)  # one pool of memory
     pieces = _piecewise(at, recorder)
-    if (obstacle := _obstacle(at)) is None:
+    if (why := _unsupported_reason(at)) is None:
         return _named("full+piecewise", _full(at, pieces, recorder), at.device)
     name, reason = _named("piecewise", pieces, at.device).decision
-    return pieces._replace(decision=(name, f"{reason}; {obstacle}"))
+    return pieces._replace(decision=(name, f"{reason}; {why}"))
 
 
 def _named(name: str, graphed: Graphed, device: torch.device) -> Graphed:
@@ -80,9 +80,9 @@ def _named(name: str, graphed: Graphed, device: torch.device) -> Graphed:
     return graphed._replace(decision=(name, f"{how}: {graphed.decision[1]}"))
 
 
-def _obstacle(at: Setting) -> str | None:
+def _unsupported_reason(at: Setting) -> str | None:
     """Why no whole forward can be captured, or None."""
-    why = getattr(at.model, "capture_obstacle", None)  # said by a model that may have parts which prevent it
+    why = getattr(at.model, "capture_unsupported_reason", None)  # said by a model that may have parts which prevent it
     if at.attention.graphs == "none":
         why = f"{type(at.attention).__name__} says that it cannot be part of one"
     return why and f"no whole forward can be captured: {why}"
@@ -123,7 +123,7 @@ class FullForward:
     def __init__(self, inner: ForwardRunner, model: nn.Module, device: torch.device, captures: Mapping[int, Captures]):
         """captures: by the number of tokens that each request of a step has."""
         self.inner = inner
-        self.device = device
+        self.model, self.device = model, device
         self._captures = captures
         self._models = {n: own.wrap(lambda args: (model(*args),)) for n, own in captures.items()}
 
@@ -148,7 +148,7 @@ class FullForward:
         if not batch.whole:
             return self.inner(batch)
         captures, model = self._captures[batch.max_query], self._models[batch.max_query]
-        return model(list(captures.inputs(*device_inputs(batch, self.device))))[0]
+        return model(list(first_inputs(self.model, batch, self.device, captures)))[0]
 
 
 class StaticAttention:
@@ -160,8 +160,8 @@ class StaticAttention:
         self._sizes = sizes
         self._held: dict[BatchKey, Any] = {}
 
-    def turn_and_attend(self, *args: Any) -> None:
-        self.inner.turn_and_attend(*args)
+    def rope_and_attend(self, *args: Any) -> None:
+        self.inner.rope_and_attend(*args)
 
     def prepare(self, batch: InputBatch) -> Any:
         if not batch.whole:
@@ -171,5 +171,5 @@ class StaticAttention:
         if held is None:
             held = self._held[key] = self.inner.prepare(pad_requests(batch, self._sizes, self._sizes.max_blocks))
         else:  # later columns keep what they had, blocks that exist: nobody reads past a request's length
-            copy_into(held, self.inner.prepare(pad_requests(batch, self._sizes, batch.block_tables.shape[1])))
+            copy_into(held, self.inner.prepare(pad_requests(batch, self._sizes, batch.block_tables.shape[-1])))
         return held

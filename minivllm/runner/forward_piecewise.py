@@ -1,6 +1,6 @@
 """`runner.forward=piecewise`: the model as a traced graph, cut at attention, whose pieces may be compiled.
 
-    off         the pieces run as torch operations: the slow twin of the others
+    off         the pieces run as torch operations: the slow reference of the others
     wait        compiled before the first step
     background  eager at once; a process builds the pieces, and they are swapped in between two steps
 
@@ -20,15 +20,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from minivllm.batch import BatchKey, InputBatch
 from minivllm.compile.forms import form_for
 from minivllm.compile.program import Bound, Piece, Program
 from minivllm.compile.store import Store
 from minivllm.compile.trace import skeleton, tensors_of
 from minivllm.loading.cache import Cache
-from minivllm.runner.batch import InputBatch
 from minivllm.runner.compile_job import Build, Job, job_for
-from minivllm.runner.forward import ForwardOptions, device_inputs
-from minivllm.runner.inputs import BatchKey
+from minivllm.runner.forward import ForwardOptions, first_inputs
 
 logger = logging.getLogger("minivllm")
 
@@ -66,7 +65,7 @@ class PiecewiseForward:
         self._warm()
 
     def __call__(self, batch: InputBatch) -> Tensor:
-        return self._forward(*self._shapes.inputs(*device_inputs(batch, self.device)))
+        return self._forward(*first_inputs(self.model, batch, self.device, self._shapes))
 
     def _warm(self) -> None:
         self._shapes.open()
@@ -111,8 +110,8 @@ class PiecewiseForward:
         if (compiled := self._load(job.key)) is not None:
             self._use(*compiled)
             return "piecewise", f"{_describe(compiled[0])}, compiled to {self._store.form.made}; found in the cache"
-        if (obstacle := self._store.form.obstacle(self.device)) is not None:
-            return "eager", obstacle
+        if (why := self._store.form.unsupported_reason(self.device)) is not None:
+            return "eager", why
         return build(job)
 
     def _build_now(self, job: Job) -> tuple[str, str]:

@@ -1,46 +1,22 @@
 """The seam of input preparation: how a plan becomes arrays. Three generations of vLLM, three builders, one product.
 
 All of them keep the same knowledge of each request (its tokens, its blocks, its row); they differ in where it lives and
-in what a step costs. No torch here: arrays are numpy, so builders are tested without a model. Where
-the third has its tables on a GPU, they are tensors (tables_device.py).
+in what a step costs. No torch here: arrays are numpy, so builders are tested without a model. Where the third has its
+tables on a GPU, they are tensors (tables_device.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from minivllm.plan import StepPlan
-from minivllm.runner.batch import InputBatch
+from minivllm.batch import BatchKey, InputBatch
+from minivllm.plan import Join, StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class InputSizes:
-    max_rows: int  # requests that a worker can hold
-    max_model_len: int  # tokens a request
-    block_size: int
-    spare_block: int  # one block that no table names: padding tokens are written there
-
-    @property
-    def max_blocks(self) -> int:
-        return -(-self.max_model_len // self.block_size)
-
-
-class BatchKey(NamedTuple):
-    """The padded shape of a forward: what a compiled piece or a captured graph is chosen by."""
-
-    num_tokens: int
-    queries: int = 0  # of a whole forward that was captured: so many tokens of each request; 0: any other forward
-
-    @property
-    def whole(self) -> bool:
-        return self.queries > 0
 
 
 class InputBuilder(Protocol):
@@ -56,7 +32,7 @@ class InputBuilder(Protocol):
 
     def append(self, batch: InputBatch, requests: np.ndarray, tokens: np.ndarray | Tensor) -> None:
         """tokens [N] are known from now on; requests [N]: whose (index into batch.req_ids), ascending. A request may
-        have several, in sequence order. A tensor: of tokens that stay on the device, one a request (late.py)."""
+        have several, in sequence order. A tensor: of tokens on the device, one a request (async_sampling.py)."""
         ...
 
 
@@ -73,11 +49,14 @@ def find_samples(
 ) -> Samples:
     """A request's tokens from its last known one on. num_known, num_new, seq_lens [R]; query_start [R + 1]; token_ids
     [padded T]."""
+    if query_start[-1] == len(num_new):  # one token each: a step of decodes
+        requests = np.flatnonzero(seq_lens >= num_known)
+        return Samples(requests, requests, np.full(len(requests), -1, np.int64))
     num_samples = np.minimum(seq_lens - num_known + 1, num_new)
     requests = np.flatnonzero(num_samples > 0)
     num_samples = num_samples[requests]
     ends = query_start[1:][requests].astype(np.int64)
-    if query_start[-1] == len(num_new) or len(requests) == num_samples.sum():  # the first is cheap: a step of decodes
+    if len(requests) == num_samples.sum():
         return Samples(ends - 1, requests, np.full(len(requests), -1, np.int64))
     behind = np.cumsum(num_samples)
     tokens = np.arange(behind[-1]) + np.repeat(ends - behind, num_samples)
@@ -110,3 +89,24 @@ class Rows:
         row = self.of.pop(req_id)
         self._free.append(row)
         return row
+
+
+class RowState(Protocol):
+    """What a part keeps of each request, at its row."""
+
+    def join(self, row: int, join: Join) -> None: ...
+    def leave(self, row: int) -> None: ...
+
+
+def leave_and_join(plan: StepPlan, rows: Rows, states: Sequence[RowState], inputs: InputBuilder) -> None:
+    """Who leaves gives up a row before whoever joins gets one."""
+    for req_id in plan.leaves:
+        if req_id in rows.of:  # not there if the step that it should have joined in failed
+            row = rows.leave(req_id)
+            for state in states:
+                state.leave(row)
+    joined = [rows.join(join.req_id) for join in plan.joins]
+    for row, join in zip(joined, plan.joins, strict=True):
+        for state in states:
+            state.join(row, join)
+    inputs.apply(plan, joined)

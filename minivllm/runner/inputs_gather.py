@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minivllm.batch import BatchKey, InputBatch, InputSizes
 from minivllm.plan import StepPlan
-from minivllm.runner.batch import InputBatch
-from minivllm.runner.inputs import BatchKey, InputSizes, find_samples, places_of
+from minivllm.runner.inputs import find_samples, places_of
 from minivllm.runner.tables import HostTables, Step, Tables
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 
 from minivllm.attention.base import AttentionBackend
+from minivllm.batch import InputSizes
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.registry import Registry
-from minivllm.runner.inputs import InputBuilder, InputSizes
+from minivllm.runner.inputs import InputBuilder
 from minivllm.runner.inputs_gather import GatherInputs
 from minivllm.runner.tables_device import DeviceTables, choose_launches
 

@@ -1,6 +1,6 @@
 """RebuildInputs: every step's arrays from scratch, in plain Python, as vLLM V0 prepared its inputs.
 
-The obviously right twin of the other builders, and the baseline that the persistent batch is measured against.
+The obviously right reference of the other builders, and the baseline that the persistent batch is measured against.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minivllm.batch import BatchKey, InputBatch, InputSizes
 from minivllm.plan import StepPlan
-from minivllm.runner.batch import InputBatch
-from minivllm.runner.inputs import BatchKey, InputSizes
 
 
 @dataclass(slots=True)
@@ -28,7 +27,7 @@ class _Lists(NamedTuple):
 
     token_ids: list[int]
     positions: list[int]
-    slots: list[int]
+    slots: list[list[int]]  # of each KV group
     query_start: list[int]
     seq_lens: list[int]
     sample_tokens: list[int]
@@ -56,17 +55,20 @@ class RebuildInputs:
         num_tokens, seq_lens = len(made.token_ids), made.seq_lens
         num_padding = key.num_tokens - num_tokens
         padding_slot = self.sizes.spare_block * self.sizes.block_size
-        tables = [self.sequences[req_id].blocks for req_id in plan.num_tokens]
-        width = -(-max(seq_lens) // self.sizes.block_size)
+        width, num_groups = -(-max(seq_lens) // self.sizes.block_size), self.sizes.num_groups
+        owners = [self.sequences[req_id] for req_id in plan.num_tokens]
+        tables = [[seq.blocks[group::num_groups][:width] for seq in owners] for group in range(num_groups)]
+        padded = [[table + [0] * (width - len(table)) for table in own] for own in tables]
+        slots = [own + [padding_slot] * num_padding for own in made.slots]
         return InputBatch(
             req_ids=list(plan.num_tokens),
             rows=np.array([self.sequences[req_id].row for req_id in plan.num_tokens], np.int64),
             token_ids=np.array(made.token_ids + [0] * num_padding, np.int64),
             positions=np.array(made.positions + [0] * num_padding, np.int64),
-            slot_mapping=np.array(made.slots + [padding_slot] * num_padding, np.int64),
+            slot_mapping=np.array(slots if num_groups > 1 else slots[0], np.int64),
             query_start=np.array(made.query_start, np.int32),
             seq_lens=np.array(seq_lens, np.int32),
-            block_tables=np.array([table[:width] + [0] * (width - len(table)) for table in tables], np.int32),
+            block_tables=np.array(padded if num_groups > 1 else padded[0], np.int32),
             sample_tokens=np.array(made.sample_tokens, np.int64),
             sample_requests=np.array(made.sample_requests, np.int64),
             draft_tokens=np.array(made.draft_tokens, np.int64),
@@ -77,8 +79,9 @@ class RebuildInputs:
         )
 
     def _lists(self, plan: StepPlan) -> _Lists:
-        block_size = self.sizes.block_size
-        token_ids, positions, slots, query_start, seq_lens = [], [], [], [0], []
+        block_size, num_groups = self.sizes.block_size, self.sizes.num_groups
+        token_ids, positions, query_start, seq_lens = [], [], [0], []
+        slots: list[list[int]] = [[] for _ in range(num_groups)]
         sample_tokens, sample_requests, draft_tokens = [], [], []
         for i, (req_id, num_new) in enumerate(plan.num_tokens.items()):
             seq = self.sequences[req_id]
@@ -89,7 +92,9 @@ class RebuildInputs:
             for position in range(start, end):
                 token_ids.append(tokens[position])
                 positions.append(position)
-                slots.append(seq.blocks[position // block_size] * block_size + position % block_size)
+                for group, own in enumerate(slots):
+                    block = seq.blocks[position // block_size * num_groups + group]
+                    own.append(block * block_size + position % block_size)
             query_start.append(len(token_ids))
             seq_lens.append(end)
             for position in range(max(start, len(seq.token_ids) - 1), end):  # what follows is new

@@ -4,22 +4,48 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from minivllm import machine
-from minivllm.attention.base import KVSpec
-from minivllm.config import Decision, EngineConfig
+from minivllm.config import Decision, EngineConfig, budget_of
 from minivllm.errors import ConfigError
+from minivllm.kv_groups import KVGroups
+
+if TYPE_CHECKING:  # torch is imported where it is needed: a simulated worker sizes its pool without it
+    import torch
+    from torch import Tensor
 
 # A pool on the CPU shares memory with everything else on a laptop, and a prefix cache fills whatever it is given.
 CPU_POOL_CAP = 4 << 30
+FRACTIONS = {"cpu": 0.5, "cuda": 0.9}  # of what is free: a GPU has nobody else's work (vLLM: gpu_memory_utilization)
 
 PAGE = 4096  # bytes, of memory
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+
+
+class KVSpec(Protocol):
+    """What a block of KV costs: attention.base.KVSpec, or a simulated model's."""
+
+    @property
+    def bytes_per_block(self) -> int: ...
+
+
+class Place(Protocol):
+    """Whose memory it is: a torch.device, or a simulated one."""
+
+    @property
+    def type(self) -> str: ...
 
 
 def parse_size(text: str) -> int:
@@ -38,9 +64,11 @@ def format_size(num_bytes: float) -> str:
     raise AssertionError
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: Place) -> int:
     """Bytes that may be allocated now. On the CPU the control group's limit counts too (containers)."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.mem_get_info(device)[0]
     return min(_machine_free(), _cgroup_free())
 
@@ -75,6 +103,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pref
     It begins with a page. Where calloc would begin, 16 bytes into one, each vector of K and V lies in two lines of the
     cache, and decodes take a tenth longer (bench/LOG.md).
     """
+    import torch
+
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
@@ -84,21 +114,63 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pref
     return pool.zero_() if prefault else pool
 
 
+def host_cache(cache: Tensor, block_axis: int, num_blocks: int) -> Tensor:
+    """Room on the host for so many blocks of a device's KV tensor; a GPU's can be read and written by kernels there."""
+    import torch
+
+    shape = list(cache.shape)
+    shape[block_axis] = num_blocks
+    if cache.device.type == "cuda" and num_blocks:
+        return torch.zeros(shape, dtype=cache.dtype, pin_memory=True)
+    return zeros(tuple(shape), cache.dtype, torch.device("cpu"))
+
+
+def size_memory(
+    config: EngineConfig,
+    spec: KVSpec,
+    groups: KVGroups,
+    device: Place,
+    model_limit: int,
+    forwards: int,
+    free: int | None = None,
+) -> tuple[Sizes, list[Decision]]:
+    """The pools and the longest request that they allow. forwards: bytes that they and their captures take. free: bytes
+    that this engine may allocate; None: what the device says, shared by engine.replicas."""
+    kv, longest = config.kv, config.model.max_model_len or model_limit
+    most_new = budget_of(config, longest)
+    most_of_one = groups.most_blocks(longest, kv.block_size, most_new)
+    num_blocks, pool = size_pool(config, spec, device, longest, forwards, most_of_one, free)
+    if len(groups.groups) > 1 or groups.windows[0] is not None:
+        pool = pool._replace(reason=f"{pool.reason}; {groups}")
+    capacity = groups.capacity(num_blocks, kv.block_size, most_new)
+    max_model_len, length = choose_max_model_len(config, model_limit, capacity)
+    # Nothing is swapped where preemption always recomputes.
+    num_host_blocks = 0 if kv.preemption == "recompute" else parse_size(kv.swap_memory) // spec.bytes_per_block
+    return Sizes(num_blocks, num_host_blocks, max_model_len), [pool, length]
+
+
 def size_pool(
-    config: EngineConfig, spec: KVSpec, device: torch.device, max_model_len: int, forwards: int = 0
+    config: EngineConfig,
+    spec: KVSpec,
+    device: Place,
+    max_model_len: int,
+    forwards: int = 0,
+    most_of_one: int | None = None,
+    free: int | None = None,
 ) -> tuple[int, Decision]:
-    """Blocks of the pool. max_model_len: the most that one request can use, in tokens. forwards: bytes that they and
-    their captures take."""
+    """Blocks of the pool. max_model_len: the most that one request can use, in tokens; most_of_one: in blocks, if that
+    does not follow. forwards, free: as above."""
     kv = config.kv
     per_block = spec.bytes_per_block
-    useful = config.scheduler.max_num_seqs * -(-max_model_len // kv.block_size)
+    useful = config.scheduler.max_num_seqs * (most_of_one or -(-max_model_len // kv.block_size))
     if kv.num_blocks is not None:
         return kv.num_blocks, _decision(kv.num_blocks, per_block, "as configured (kv.num_blocks)")
     if kv.memory is not None:
         num_blocks, reason = parse_size(kv.memory) // per_block, f"as configured (kv.memory={kv.memory})"
     else:
-        free = free_memory(device)
-        size, reason = kv.memory_fraction * free, f"{kv.memory_fraction:.0%} of {format_size(free)} free"
+        free = free_memory(device) // config.engine.replicas if free is None else free
+        fraction = FRACTIONS[device.type] if kv.memory_fraction is None else kv.memory_fraction
+        size, reason = fraction * free, f"{fraction:.0%} of {format_size(free)} free"
         if forwards > free - size:
             size, reason = max(0, free - forwards), f"{format_size(free)} free, forwards take {format_size(forwards)}"
         if device.type == "cpu" and size > CPU_POOL_CAP:

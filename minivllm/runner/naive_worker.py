@@ -15,71 +15,35 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionBackend, AttentionSpec
-from minivllm.loading import LoadedModel, resolve
+from minivllm.attention.base import AttentionSpec
+from minivllm.batch import BatchKey, InputBatch
+from minivllm.errors import ModelError
+from minivllm.loading import read_checkpoint
 from minivllm.loading.sources import DUMMY_PREFIX, ModelFiles
-from minivllm.lora.slots import NoAdapters
 from minivllm.models import MODELS
 from minivllm.models.checkpoint import of_all_experts
 from minivllm.models.spec import ModelSpec
-from minivllm.plan import StepOutput, StepPlan
-from minivllm.runner.batch import InputBatch
-from minivllm.runner.inputs import BatchKey, Rows
-from minivllm.runner.prompt_logprobs import PromptLogprobs
+from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 from minivllm.runner.runner import ModelRunner
-from minivllm.runner.worker import Sizes, Worker
-from minivllm.sampling.verify import Verifier, match
-from minivllm.spec_decode.base import NoProposer, Recipe
+from minivllm.runner.worker import Worker
 
 
 class NaiveWorker(Worker):
-    """A Worker whose model, attention and cache are transformers'."""
+    """Keeps a cache for each request, from its join to its leave."""
 
-    def _load(self) -> LoadedModel:
-        asked = self.config.model
-        files = resolve(asked.path, tokenizer=asked.tokenizer)
-        model = TransformersModel(load_transformers(files, self.dtype, self.device, asked.seed), files.spec)
-        linear = ("transformers", "executor.kind=naive: layers and weights as transformers keeps them")
-        weights = ("none", "executor.kind=naive: all weights in the model's dtype")
-        told = (files.tokenizer_dir, files.name, files.source, weights, linear, files.seconds)
-        return LoadedModel(model, files.spec, *told)
+    def __init__(self, runner: ModelRunner, *parts: Any):
+        super().__init__(runner, *parts)
+        self._one_by_one: Any = runner.forward
 
-    def _choose_attention(self, layers: list[AttentionSpec], recipe: Recipe) -> tuple[str, type[AttentionBackend]]:
-        name, reason = "transformers", "executor.kind=naive: what transformers takes for this model"
-        return self._decide("runner.attention", name, reason), NoAttention
-
-    def _rehearse(self, *_: object) -> None:
-        """The block pool is a ledger: nothing has to be left to forwards."""
-
-    def _build_runner(
-        self, loaded: LoadedModel, backend: AttentionBackend, sizes: Sizes, recipe: Recipe
-    ) -> ModelRunner:
-        model, sampler = loaded.model, self._sampler(loaded)
-        self.forward = OneByOne(model, self.device)
-        return ModelRunner(
-            model=model,
-            forward=self.forward,
-            attention=backend,
-            kv_caches=[],
-            inputs=self._make_inputs(self._input_sizes(sizes)),
-            rows=Rows(self.config.scheduler.max_num_seqs),
-            sampler=sampler,
-            verifier=Verifier(sampler, match),
-            proposer=NoProposer(),
-            adapters=NoAdapters(),
-            prompt_logprobs=PromptLogprobs(model.logits),
-            block_moves=NoBlockMoves(),
-        )
-
-    def execute(self, plan: StepPlan) -> StepOutput:
-        self.forward.apply(plan)
-        return self.runner.execute(plan)
+    def execute(self, plan: StepPlan) -> StepOutput | AsyncOutput[StepOutput]:
+        self._one_by_one.apply(plan)
+        return super().execute(plan)
 
 
 class OneByOne:
     """A ForwardRunner: each request of a batch by itself, over a DynamicCache that lives from its join to its leave."""
 
-    decision = ("eager", "transformers' own model, as it is written")
+    decision: tuple[str, str] = ("eager", "transformers' own model, as it is written")
 
     def __init__(self, model: TransformersModel, device: torch.device):
         self.model = model
@@ -112,20 +76,15 @@ class OneByOne:
         return self.model.hidden(torch.tensor([token_ids], device=self.device), cache)
 
 
-class NoBlockMoves:
-    """No tensor stands behind a block; the options that would move one are declared conflicts."""
-
-    def __call__(self, plan: StepPlan) -> None:
-        assert not (plan.swap_out or plan.swap_in or plan.copies), "executor.kind=naive has no blocks to move"
-
-
 class TransformersModel:
     """A Hugging Face causal LM as a ModelRunner sees a model. attention_layers say what a token's K and V weigh."""
 
     def __init__(self, model: Any, spec: ModelSpec):
         self.model = model
         self.attention_layers = [
-            AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size**-0.5, window)
+            AttentionSpec(
+                spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size**-0.5, window, latent=spec.latent
+            )
             for window in spec.windows
         ]
 
@@ -166,20 +125,34 @@ def load_transformers(files: ModelFiles, dtype: torch.dtype, device: torch.devic
     """The same weights as minivllm.loading.load() gives our own model, a dummy's random ones included."""
     import transformers
 
+    if files.format is not None:
+        raise ModelError(f"{files.name}: transformers' own model is not loaded from {files.format.name} weights")
+    if files.is_gguf:
+        config = transformers.AutoConfig.from_pretrained(files.folder, dtype=dtype, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+        _fill(model, {name: tensor for name, tensor, _ in read_checkpoint(files)}, files)
+        return model.to(device).eval()
     if files.weights:
         with _no_progress_bar():
-            model = transformers.AutoModelForCausalLM.from_pretrained(files.weights[0].parent, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                files.folder, dtype=dtype, trust_remote_code=False
+            )
         return model.to(device).eval()
-    from minivllm.loading.dummy import fill, hf_config
+    from minivllm.loading.dummy import hf_config
+    from minivllm.loading.dummy_weights import fill
 
-    ours = MODELS.get(files.spec.architecture)(files.spec, dtype, device)
+    ours = MODELS.get(files.spec.network)(files.spec, dtype, device)
     fill(ours, seed)
     kind = getattr(transformers, files.spec.architecture)
     model = kind(kind.config_class(**hf_config(files.name.removeprefix(DUMMY_PREFIX)))).to(device, dtype).eval()
-    missing, unexpected = model.load_state_dict(of_all_experts(ours.checkpoint_tensors()), strict=False)
+    _fill(model, of_all_experts(ours.checkpoint_tensors()), files)
+    return model
+
+
+def _fill(model: Any, tensors: dict[str, torch.Tensor], files: ModelFiles) -> None:
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = ["lm_head.weight"] if files.spec.tie_embeddings else []
     assert not unexpected and list(missing) in ([], tied), f"missing {missing}, unexpected {unexpected}"
-    return model
 
 
 @contextmanager

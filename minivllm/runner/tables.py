@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from minivllm.runner.inputs import BatchKey, InputSizes
+from minivllm.batch import BatchKey, InputSizes, by_group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +27,13 @@ class Columns(NamedTuple):
 
     token_ids: np.ndarray | Tensor  # [padded T] int64
     positions: np.ndarray | Tensor  # [padded T] int64
-    slot_mapping: np.ndarray | Tensor  # [padded T] int64
-    block_tables: np.ndarray | Tensor  # [R, width] int32
+    slot_mapping: np.ndarray | Tensor  # [padded T] int64; of several KV groups [groups, padded T]
+    block_tables: np.ndarray | Tensor  # [R, width] int32; of several [groups, R, width]
 
 
 class Tables(Protocol):
-    """token_ids [max_rows, max_model_len] and block_tables [max_rows, max_blocks], wherever they lie."""
+    """token_ids [max_rows, max_model_len] and block_tables [max_rows, max_blocks], wherever they lie. Of several KV
+    groups blocks are staged as a plan has them, one of each group in turn, and counted together."""
 
     on_device: bool
 
@@ -88,7 +89,9 @@ class HostTables:
     def __init__(self, sizes: InputSizes):
         self.sizes = sizes
         self.token_ids = StagedWrites(sizes.max_rows, sizes.max_model_len, np.int32)
-        self.block_tables = StagedWrites(sizes.max_rows, sizes.max_blocks, np.int32)  # behind a row's blocks: 0
+        width = sizes.max_blocks * sizes.num_groups
+        self.block_tables = StagedWrites(sizes.max_rows, width, np.int32)  # behind a row's blocks: 0
+        self._tables = self.block_tables.array.reshape(sizes.tables_shape)
 
     def stage_tokens(self, row: int, start: int, tokens: Sequence[int]) -> None:
         self.token_ids.stage(row, start, tokens)
@@ -107,15 +110,17 @@ class HostTables:
             rows = np.repeat(rows, step.num_new)
             at = np.arange(num_tokens) + np.repeat(step.start - step.query_start[:-1], step.num_new)
         block, offset = np.divmod(at, block_size)
-        token_ids, positions, slot_mapping = np.zeros((3, key.num_tokens), np.int64)
+        columns = np.zeros((2 + self.sizes.num_groups, key.num_tokens), np.int64)
+        token_ids, positions = columns[:2]
+        slot_mapping = columns[2] if self.sizes.num_groups == 1 else columns[2:]
         token_ids[:num_tokens] = self.token_ids.flat[rows * self.token_ids.width + at]
         positions[:num_tokens] = at
-        slots = slot_mapping[:num_tokens]
-        slots[:] = self.block_tables.flat[rows * self.block_tables.width + block]
+        slots = slot_mapping[..., :num_tokens]
+        slots[:] = self._tables[rows, block].T
         slots *= block_size
         slots += offset
-        slot_mapping[num_tokens:] = self.sizes.spare_block * block_size
-        return Columns(token_ids, positions, slot_mapping, self.block_tables.array[step.rows, :width])
+        slot_mapping[..., num_tokens:] = self.sizes.spare_block * block_size
+        return Columns(token_ids, positions, slot_mapping, by_group(self._tables[step.rows, :width]))
 
     def put(self, rows: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
         # A request's very last token is never fed back and may lie past the longest length: it has no place here.

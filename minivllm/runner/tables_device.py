@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.runner.inputs import BatchKey, InputSizes
+from minivllm.batch import BatchKey, InputSizes
 from minivllm.runner.tables import Columns, Step
 from minivllm.upload import select, upload
 
@@ -78,26 +78,42 @@ class DeviceTables:
     def __init__(self, sizes: InputSizes, device: torch.device, launches: Launches):
         self.sizes, self.device, self._launches = sizes, device, launches
         self._nobody = sizes.max_rows
-        tokens, blocks = (
-            torch.zeros(sizes.max_rows + 1, width, dtype=torch.int32, device=device)
-            for width in (sizes.max_model_len, sizes.max_blocks)
-        )
-        blocks[self._nobody] = sizes.spare_block
-        self.token_ids = StagedRows(tokens, launches.write_rows)
-        self.block_tables = StagedRows(blocks, launches.write_rows)  # behind a row's blocks: 0
-        self.stage_tokens, self.stage_blocks = self.token_ids.stage, self.block_tables.stage
+        self.token_ids = StagedRows(self._zeros(sizes.max_model_len), launches.write_rows)
+        self.stage_tokens = self.token_ids.stage
+        # Of each KV group; behind a row's blocks: 0.
+        self.block_tables = [StagedRows(self._zeros(sizes.max_blocks), launches.write_rows) for _ in self._groups()]
+        for own in self.block_tables:
+            own.table[self._nobody] = sizes.spare_block
+        self.stage_blocks = self.block_tables[0].stage if sizes.num_groups == 1 else self._stage_by_group
+
+    def _zeros(self, width: int) -> Tensor:
+        return torch.zeros(self.sizes.max_rows + 1, width, dtype=torch.int32, device=self.device)
+
+    def _groups(self) -> range:
+        return range(self.sizes.num_groups)
+
+    def _stage_by_group(self, row: int, start: int, blocks: Sequence[int], clear_to: int = 0) -> None:
+        for group, own in enumerate(self.block_tables):
+            count = self.sizes.num_groups
+            own.stage(row, start // count, blocks[group::count], clear_to // count)
 
     def write(self) -> None:
         self.token_ids.write()
-        self.block_tables.write()
+        for own in self.block_tables:
+            own.write()
 
     def gather(self, step: Step, key: BatchKey, width: int) -> Columns:
         """Of a whole forward the block tables have rows for its padding requests too."""
-        rows, start, query_start = self._send(step, key)
-        tables, padded = (self.token_ids.table, self.block_tables.table), key.num_tokens
-        sizes = self.sizes.block_size, self.sizes.spare_block
-        tokens = self._launches.gather_tokens(*tables, rows, start, query_start, padded, *sizes)
-        return Columns(*tokens, self._launches.gather_rows(tables[1], rows, width))
+        rows, *bounds = self._send(step, key)
+        sizes = key.num_tokens, self.sizes.block_size, self.sizes.spare_block
+        found = []
+        for own in self.block_tables:
+            tokens = self._launches.gather_tokens(self.token_ids.table, own.table, rows, *bounds, *sizes)
+            found.append(Columns(*tokens, self._launches.gather_rows(own.table, rows, width)))
+        if len(found) == 1:
+            return found[0]
+        stacked = (torch.stack(list(each)) for each in zip(*(columns[2:] for columns in found), strict=True))
+        return Columns(*found[0][:2], *stacked)
 
     def _send(self, step: Step, key: BatchKey) -> tuple[Tensor, Tensor, Tensor]:
         """rows, start [R] int64 and query_start [R + 1] int32, in one copy. Each begins where 16 bytes do: what a

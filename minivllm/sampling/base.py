@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from minivllm.plan import PositionLogprobs
+from minivllm.plan import AsyncOutput, PositionLogprobs
 from minivllm.request import SamplingParams
 
 
@@ -45,27 +45,17 @@ class LogitsProcessor(Protocol):
         device: what it needs there is brought by upload()."""
 
 
-class Parcel(Protocol):
-    """What was sampled, on its way from the device."""
-
-    def is_here(self) -> bool: ...
-
-    def open(self) -> Sampled:
-        """Waits for it. As often as one likes: it is the same each time."""
-        ...
-
-
 @dataclass(slots=True)
 class Sampled:
-    tokens: np.ndarray | Tensor  # [S] int64; a tensor on the device until receive(), if there is a parcel
+    tokens: np.ndarray | Tensor  # [S] int64; a tensor where they are on the device, and `output` on its way
     logprobs: list[PositionLogprobs | None]  # of the model's own logits, before any processor (vLLM's raw_logprobs)
     # Logits rows without a usable distribution (NaN, +inf, or every token masked): their token is only a placeholder,
     # and the request should end with an error. The other rows are not touched by it.
     invalid: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     kept: np.ndarray | None = None  # after verification: which logits rows these are, ascending; None: all of them
-    parcel: Parcel | None = None  # brings what `tokens`, `logprobs` and `invalid` become by receive()
+    on_its_way: AsyncOutput[Sampled] | None = None  # brings the tokens to the host, and the three that follow them
 
-    def receive(self) -> None:
-        if self.parcel is not None:
-            landed = self.parcel.open()
-            self.tokens, self.logprobs, self.invalid = landed.tokens, landed.logprobs, landed.invalid
+    @property
+    def output(self) -> AsyncOutput[Sampled]:
+        """All of it on the host."""
+        return AsyncOutput.ready(self) if self.on_its_way is None else self.on_its_way

@@ -5,32 +5,20 @@ Both draw the same tokens: their noise is the same function of (seed, position, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minivllm.sampling.draw import apply_filters, draw, find_cuts_by_sort, pad_to_blocks
+from minivllm.sampling.pick import Drawn, Draws
 from minivllm.sampling.rejection import reject
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
     from minivllm.kernels.dispatch import Dispatch
-
-Drawn = tuple[Tensor, Tensor]  # tokens [S] int64, valid [S] bool
-
-
-class Draws(NamedTuple):
-    """probs [S, V] fp32 >= 0 that need not sum to 1, V a multiple of 64; all else as in draw.py and rejection.py."""
-
-    filter: Callable[[Tensor, np.ndarray, np.ndarray, np.ndarray], None]  # probs, top_k, top_p, min_p: in place
-    draw: Callable[[Tensor, np.ndarray, np.ndarray], Drawn]  # probs, seeds, positions
-    # probs, drafts, the distribution of each draft or None where it is sure, seeds, positions
-    reject: Callable[[Tensor, np.ndarray, Sequence[Tensor | None], np.ndarray, np.ndarray], Drawn]
-    num_rows: int  # at a time: bounds the scratch memory
-
 
 TORCH = Draws(apply_filters, draw, reject, 32)  # so many rows stay in a CPU's last-level cache
 
@@ -46,7 +34,7 @@ def choose_draws(kernels: Dispatch) -> Draws:
     return draws
 
 
-# --- the kernels, called as their twins are
+# --- the kernels, called as their references are
 
 
 def kernel_draw(probs: Tensor, seeds: np.ndarray, positions: np.ndarray) -> Drawn:

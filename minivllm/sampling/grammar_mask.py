@@ -10,10 +10,17 @@ How it meets other parameters:
   and end-of-sequence tokens, which add no text, fill up the number;
 - ignore_eos does the same up to max_tokens;
 - allowed_token_ids, bad_words and logit_bias apply as well. If they leave nothing, the request ends with an error.
+
+Grammars are followed in the step that all share, and a library may follow a client's for seconds: the ways to read its
+text so far grow with the text. So a request ends with an error when following its last token and finding its mask took
+over TOKEN_SECONDS; when the slow ones of a grammar took over STEP_SECONDS in one step (a request has many sequences);
+and when following its output again took over RESUME_SECONDS, after a preemption. It is this thread's CPU time: a
+machine that is busy with something else ends nobody's request.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +29,10 @@ import torch
 from torch import Tensor
 
 from minivllm.kernels.cpu import mask as mask_kernel
+from minivllm.plan import TOO_SLOW
 from minivllm.request import SamplingParams
 from minivllm.sampling.processors import NEG_INF
-from minivllm.structured.base import Grammar
+from minivllm.structured.base import CompiledGrammar, Grammar
 from minivllm.structured.compiler import GrammarCompiler
 from minivllm.upload import upload
 
@@ -36,12 +44,20 @@ _BOUNDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.inf, -np.inf)
 ApplyMasks = Callable[[Tensor, np.ndarray, np.ndarray], Tensor]  # see apply_masks_slowly
 
 
+TOKEN_SECONDS = 0.1
+STEP_SECONDS = 0.2
+RESUME_SECONDS = 1.0
+SLOW_SECONDS = 0.02  # what counts for STEP_SECONDS; the in-house automaton finds a mask of 49,152 tokens in 0.002
+
+
 @dataclass(slots=True)
 class _Row:
     grammar: Grammar
+    compiled: CompiledGrammar
     stop_mask: np.ndarray  # [words] int32: the request's stop tokens
     end_mask: np.ndarray  # [words] int32: those, and the end-of-sequence tokens
     remaining: int  # tokens until min_tokens
+    seconds: float = 0.0  # that following its last token took
 
 
 class GrammarMask:
@@ -50,8 +66,17 @@ class GrammarMask:
     keeps_argmax = False
     follows_output = True
 
-    def __init__(self, compiler: GrammarCompiler, vocab_size: int, apply_masks: ApplyMasks):
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        vocab_size: int,
+        apply_masks: ApplyMasks,
+        clock: Callable[[], float] = time.thread_time,
+    ):
         self.compiler = compiler
+        self.clock = clock
+        self.failures: dict[int, str] = {}  # by row: why its request must end
+        self._slow: dict[int, float] = {}  # by grammar (its id): the seconds of what was slow since the last masks
         self.apply_masks = apply_masks
         self.vocab_size = vocab_size
         self.states: dict[int, _Row] = {}
@@ -62,22 +87,32 @@ class GrammarMask:
         output = token_ids[num_prompt_tokens:]
         vocabulary = self.compiler.vocabulary
         assert len(vocabulary) == self.vocab_size
-        grammar = self.compiler.compile(params.structured).start()
+        compiled = self.compiler.compile(params.structured)
         stop_mask = vocabulary.mask_of(params.stop_token_ids)
-        state = _Row(grammar, stop_mask, stop_mask | vocabulary.eos_mask, params.min_tokens)
+        state = _Row(compiled.start(), compiled, stop_mask, stop_mask | vocabulary.eos_mask, params.min_tokens)
         self.states[row] = state
+        begin = self.clock()
         for token in output:  # a request that resumes after a preemption
-            self.observe(row, token)
+            state.grammar.accept(token)
+            state.remaining -= 1
+            if (seconds := self.clock() - begin) > RESUME_SECONDS:
+                self._fail(row, f"following what has come of the output took {1e3 * seconds:.0f} ms", RESUME_SECONDS)
+                break
         return True
 
     def leave(self, row: int) -> None:
         self.states.pop(row, None)
+        self.failures.pop(row, None)
 
     def observe(self, row: int, token: int) -> None:
         """A token that the grammar does not take (a stop token, or the placeholder of a row that had no distribution)
         is the request's last."""
         state = self.states[row]
+        if self._has_failed(row, state):
+            return
+        begin = self.clock()
         state.grammar.accept(token)
+        state.seconds = self._spent(state, self.clock() - begin)
         state.remaining -= 1
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
@@ -85,12 +120,39 @@ class GrammarMask:
 
     def fill(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """-> which of `rows` [S] have a grammar [N] int64, and their masks [N, words] int32."""
-        users = [(i, self.states[row]) for i, row in enumerate(rows.tolist()) if row in self.states]
+        users = [(i, row) for i, row in enumerate(rows.tolist()) if row in self.states]
         masks = np.empty((len(users), self.compiler.vocabulary.num_words), np.int32)
-        for mask, (_, state) in zip(masks, users, strict=True):
-            state.grammar.fill_mask(mask)
-            self._end(mask, state)
+        for mask, (_, row) in zip(masks, users, strict=True):
+            self._fill_in_time(mask, row)
+        self._slow.clear()
         return np.array([i for i, _ in users], np.int64), masks
+
+    def _fill_in_time(self, mask: np.ndarray, row: int) -> None:
+        """A row that has failed is allowed nothing: its request ends."""
+        state = self.states[row]
+        if not self._has_failed(row, state):
+            begin = self.clock()
+            state.grammar.fill_mask(mask)
+            seconds = self._spent(state, self.clock() - begin) + state.seconds
+            if seconds <= TOKEN_SECONDS:
+                return self._end(mask, state)
+            self._fail(row, f"a token took {1e3 * seconds:.0f} ms", TOKEN_SECONDS)
+        mask[:] = 0
+
+    def _spent(self, state: _Row, seconds: float) -> float:
+        if seconds > SLOW_SECONDS:
+            grammar = id(state.compiled)
+            self._slow[grammar] = self._slow.get(grammar, 0.0) + seconds
+        return seconds
+
+    def _has_failed(self, row: int, state: _Row) -> bool:
+        seconds = self._slow.get(id(state.compiled), 0.0) if self._slow else 0.0
+        if seconds > STEP_SECONDS:
+            self._fail(row, f"its sequences took {1e3 * seconds:.0f} ms in one step", STEP_SECONDS)
+        return row in self.failures
+
+    def _fail(self, row: int, what: str, most: float) -> None:
+        self.failures.setdefault(row, f"{TOO_SLOW}: {what}, and {1e3 * most:.0f} ms is the most")
 
     def _end(self, mask: np.ndarray, state: _Row) -> None:
         """What min_tokens and stop_token_ids change of a mask, in place."""
@@ -103,7 +165,7 @@ class GrammarMask:
 
 
 def apply_masks_slowly(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> Tensor:
-    """The twin of all that apply masks, one token at a time.
+    """The reference of all that apply masks, one token at a time.
 
     logits [S, V] float32, changed in place and returned; rows [N] int64, distinct; masks [N, words] int32, whose bits
     beyond V do not count.
@@ -141,7 +203,7 @@ def choose_apply(device: torch.device) -> ApplyMasks:
     """The first choice may compile."""
     if device.type != "cpu":
         return apply_masks_at_once
-    return apply_masks_by_row if mask_kernel.obstacle() else mask_kernel.apply_masks
+    return apply_masks_by_row if mask_kernel.unsupported_reason() else mask_kernel.apply_masks
 
 
 def make_grammar_mask(compiler: GrammarCompiler, device: torch.device) -> Callable[[int, int], GrammarMask]:

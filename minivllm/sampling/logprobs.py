@@ -1,6 +1,6 @@
 """Log-probabilities of tokens, as reported to the client: found where the logits are, read on the host.
 
-Between the two they may travel (runner/late.py), so finding them never waits for a device.
+Between the two they may travel (runner/async_sampling.py), so finding them never waits for a device.
 """
 
 from __future__ import annotations
@@ -33,6 +33,17 @@ def find_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Columns:
     return parts[0] if len(parts) == 1 else Columns(*map(torch.cat, zip(*parts, strict=True)))
 
 
+def with_chosen(columns: Columns, logits: Tensor, at: Tensor, chosen: Tensor) -> Columns:
+    """Rows `at` [C] report `chosen` [C, m] in the place of the likeliest. logits [N, V] fp32, k >= m."""
+    rows = logits[at]  # [C, V]
+    values = rows.gather(1, chosen)
+    ranks = [_num_at_least(rows, values[:, i : i + 1]) for i in range(chosen.shape[1])]
+    found = Columns(chosen, values - rows.logsumexp(-1, keepdim=True), torch.stack(ranks, 1))
+    for column, of_chosen in zip(columns, found, strict=True):
+        column[at, 1 : 1 + chosen.shape[1]] = of_chosen
+    return columns
+
+
 def read_logprobs(columns: Sequence[np.ndarray], counts: Sequence[int]) -> list[PositionLogprobs]:
     """columns: those of Columns; counts [N]: how many of the likeliest each position reports."""
     rows = zip(*(column.tolist() for column in columns), counts, strict=True)
@@ -47,7 +58,8 @@ def _chunk(logits: Tensor, tokens: Tensor, num_top: int) -> Columns:
     if not num_top:
         return own
     top, ids = _topk(logits, min(num_top, logits.shape[1]))  # [N, k]
-    ranks = (top[:, :, None] <= top[:, None, :]).sum(-1)  # [N, k]: equal ones share the later rank
+    falling = -top
+    ranks = torch.searchsorted(falling, falling, right=True)  # [N, k]: equal ones share the later rank
     last = top[:, -1:]  # ties with it may go on outside of the top
     ranks = torch.where(top == last, _num_at_least(logits, last)[:, None], ranks)
     likeliest = ids, top - norm, ranks

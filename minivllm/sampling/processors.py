@@ -57,10 +57,16 @@ class AllowedTokenIds(_PerRow[np.ndarray]):
 
     follows_output = False
 
+    def __init__(self, vocab_size: int, max_rows: int):
+        super().__init__(vocab_size, max_rows)
+        self.newest: tuple[Sequence[int], np.ndarray] = (), np.empty(0, np.int64)  # sequences of a prompt share it
+
     def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         if params.allowed_token_ids is None:
             return False
-        self.states[row] = np.unique(np.asarray(params.allowed_token_ids, np.int64))
+        if self.newest[0] is not params.allowed_token_ids:
+            self.newest = params.allowed_token_ids, np.unique(np.asarray(params.allowed_token_ids, np.int64))
+        self.states[row] = self.newest[1]
         return True
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
@@ -73,34 +79,48 @@ class AllowedTokenIds(_PerRow[np.ndarray]):
         return logits
 
 
-class _BadWords:
-    """One row's words, keyed by what must precede their last token, and the output's end."""
+class _Words:
+    """Words, keyed by what must precede their last token."""
 
-    def __init__(self, words: Sequence[Sequence[int]], output: Sequence[int]):
+    def __init__(self, words: Sequence[Sequence[int]]):
+        self.words = words
         self.last: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             self.last.setdefault(tuple(word[:-1]), []).append(word[-1])
         self.lengths = sorted({len(prefix) for prefix in self.last})
-        self.keep = self.lengths[-1]
-        self.tail: tuple[int, ...] = (
-            tuple(output[len(output) - self.keep :]) if self.keep <= len(output) else (*output,)
-        )
+        self.keep = max(self.lengths, default=0)
+
+
+class _BadWords:
+    """One row's words, and the output's end."""
+
+    def __init__(self, words: _Words, output: Sequence[int]):
+        self.words = words
+        keep = words.keep
+        self.tail: tuple[int, ...] = tuple(output[len(output) - keep :]) if keep <= len(output) else (*output,)
 
     def push(self, token: int) -> None:
-        self.tail = (*self.tail, token)[-self.keep :] if self.keep else ()
+        keep = self.words.keep
+        self.tail = (*self.tail, token)[-keep:] if keep else ()
 
     def banned(self) -> np.ndarray:
-        tails = (self.tail[len(self.tail) - n :] for n in self.lengths if n <= len(self.tail))
-        return np.asarray([token for tail in tails for token in self.last.get(tail, ())], np.int64)
+        tails = (self.tail[len(self.tail) - n :] for n in self.words.lengths if n <= len(self.tail))
+        return np.asarray([token for tail in tails for token in self.words.last.get(tail, ())], np.int64)
 
 
 class BadWords(_PerRow[_BadWords]):
     """Forbids the last token of a bad word where the output ends in the others (the prompt is not looked at)."""
 
+    def __init__(self, vocab_size: int, max_rows: int):
+        super().__init__(vocab_size, max_rows)
+        self.newest = _Words(())  # sequences of a prompt share their words
+
     def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
         if not params.bad_words_token_ids:
             return False
-        self.states[row] = _BadWords(params.bad_words_token_ids, token_ids[num_prompt_tokens:])
+        if self.newest.words is not params.bad_words_token_ids:
+            self.newest = _Words(params.bad_words_token_ids)
+        self.states[row] = _BadWords(self.newest, token_ids[num_prompt_tokens:])
         return True
 
     def observe(self, row: int, token: int) -> None:

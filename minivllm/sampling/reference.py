@@ -1,5 +1,5 @@
-"""The slow, obviously right twin of draw.py, verify.py and rejection.py: sorts the whole vocabulary, one row at a time,
-in float64. The oracle."""
+"""The slow, obviously right reference of draw.py, verify.py and rejection.py: sorts the whole vocabulary, one row at a
+time, in float64. The oracle."""
 
 from __future__ import annotations
 

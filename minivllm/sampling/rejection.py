@@ -26,8 +26,7 @@ from minivllm.sampling.uniform import uniform
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
-    from minivllm.sampling.draws import Draws
-    from minivllm.sampling.sampler import Pick
+    from minivllm.sampling.pick import Draws, Pick
 
 COIN = 2  # the stream of `uniform` for acceptance; 0 and 1 are the draw's
 

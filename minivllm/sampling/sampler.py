@@ -9,7 +9,7 @@ Invariant: what a row gets depends on its own logits, parameters and output only
 numbers of a draw are a function of (seed, position); see uniform.py.
 
 All of it is given to the device without waiting for it (`launch`); a call then waits for what comes of it, and who
-has something better to do lets it travel (runner/late.py).
+has something better to do lets it travel (runner/async_sampling.py).
 
 The sampler knows nothing of requests' names, of the scheduler, or of which tokens end a sequence.
 """
@@ -23,20 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.plan import PositionLogprobs
-from minivllm.request import SamplingParams
+from minivllm.plan import Join, PositionLogprobs
 from minivllm.sampling.base import LogitsProcessor, Sampled
 from minivllm.sampling.draw import pad_to_blocks
-from minivllm.sampling.draws import TORCH, Draws
-from minivllm.sampling.logprobs import find_logprobs, read_logprobs
+from minivllm.sampling.draws import TORCH
+from minivllm.sampling.logprobs import find_logprobs, read_logprobs, with_chosen
+from minivllm.sampling.pick import Draws, Pick
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
 from minivllm.upload import upload
 
-# (probs [C, V] after all filters, seeds [C], positions [C], which logits rows of the call [C]) -> tokens, valid [C]
-Pick = Callable[[Tensor, np.ndarray, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
 
-
-class Launched(NamedTuple):
+class DeviceSampled(NamedTuple):
     """What comes of a call, where its logits are."""
 
     # tokens [S] int64; valid [S] bool: which logits rows had a usable distribution; if anybody asked for
@@ -44,7 +41,7 @@ class Launched(NamedTuple):
     tensors: tuple[Tensor, ...]
     num_logprobs: np.ndarray  # [S] int64: how many likeliest tokens each logits row reports; -1: not even its own
 
-    def landed(self, arrays: Sequence[np.ndarray]) -> Sampled:
+    def read(self, arrays: Sequence[np.ndarray]) -> Sampled:
         """arrays: `tensors`, on the host."""
         tokens, valid, *columns = arrays
         logprobs: list[PositionLogprobs | None] = [None] * len(tokens)
@@ -81,9 +78,10 @@ class Sampler:
         self.min_p = np.zeros(max_rows, np.float64)
         self.seed = np.zeros(max_rows, np.uint64)
         self.num_logprobs = np.full(max_rows, -1, np.int64)  # -1: none asked for
+        self.chosen: dict[int, tuple[int, ...]] = {}  # by row: tokens to report, in the place of the likeliest
 
-    def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """token_ids may hold output already: a request that resumes after a preemption."""
+    def join(self, row: int, join: Join) -> None:
+        params = join.params
         assert not self.joined[row], f"row {row} is taken"
         assert params.greedy or params.seed is not None, "sampling parameters must be resolved: no seed"
         self.joined[row] = True
@@ -93,13 +91,16 @@ class Sampler:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = (params.seed or 0) & 0xFFFF_FFFF_FFFF_FFFF
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_logprobs[row] = -1 if params.num_logprobs is None else params.num_logprobs
+        if params.logprob_token_ids:
+            self.chosen[row] = params.logprob_token_ids
         for used, processor in zip(self.uses, self.processors, strict=True):
-            used[row] = processor.join(row, params, token_ids, num_prompt_tokens)
+            used[row] = processor.join(row, params, join.token_ids, join.num_prompt_tokens)
 
     def leave(self, row: int) -> None:
         assert self.joined[row], f"row {row} is not in use"
         self.joined[row] = False
+        self.chosen.pop(row, None)
         for used, processor in zip(self.uses, self.processors, strict=True):
             if used[row]:
                 used[row] = False
@@ -124,9 +125,11 @@ class Sampler:
         if not len(rows):
             return Sampled(np.empty(0, np.int64), [])
         launched = self.launch(logits, rows, positions, pick)
-        return launched.landed([tensor.cpu().numpy() for tensor in launched.tensors])
+        return launched.read([tensor.cpu().numpy() for tensor in launched.tensors])
 
-    def launch(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None) -> Launched:
+    def launch(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None
+    ) -> DeviceSampled:
         """All of a call but the wait for what comes of it. S >= 1."""
         assert logits.shape == (len(rows), self.vocab_size) and logits.dtype == torch.float32
         num_logprobs = self.num_logprobs[rows]
@@ -138,18 +141,34 @@ class Sampler:
             logits = processor.apply(logits, rows)
         tokens, valid = self._choose(logits, rows, positions, pick)
         if at is None:
-            return Launched((tokens, valid), num_logprobs)
+            return DeviceSampled((tokens, valid), num_logprobs)
         if raw is None:
             raw = logits if len(asked) == len(rows) else logits[at]
-        return Launched((tokens, valid, *find_logprobs(raw, tokens[at], int(num_logprobs.max()))), num_logprobs)
+        columns = find_logprobs(raw, tokens[at], int(num_logprobs.max()))
+        if chosen := [(i, self.chosen[row]) for i, row in enumerate(rows[asked].tolist()) if row in self.chosen]:
+            columns = with_chosen(columns, raw, *self._uploaded(chosen, raw.device))
+        return DeviceSampled((tokens, valid, *columns), num_logprobs)
+
+    def _uploaded(self, chosen: list[tuple[int, tuple[int, ...]]], device: torch.device) -> tuple[Tensor, Tensor]:
+        """[(i, ids)] -> the i [C] and their ids [C, m], those of shorter lists filled up."""
+        ids = np.zeros((len(chosen), max(len(each) for _, each in chosen)), np.int64)
+        for row, (_, each) in zip(ids, chosen, strict=True):
+            row[: len(each)] = each
+        return upload(np.array([i for i, _ in chosen]), device), upload(ids, device)
 
     def choose(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray, pick: Pick | None = None) -> np.ndarray:
         """The draw alone, with no processors that change logits and no report: for guessing what a call would give."""
         return self._choose(logits, rows, positions, pick)[0].cpu().numpy()
 
+    def failure(self, row: int) -> str | None:
+        """Why a processor has left the row nothing to choose, where that is no choice of the request's."""
+        found = (processor.failures.get(row) for processor in self.processors if hasattr(processor, "failures"))
+        return next((why for why in found if why is not None), None)
+
     def check(self) -> None:
         """No state outlives its request."""
         assert not (self.uses & ~self.joined).any()
+        assert all(self.joined[row] for row in self.chosen)
         for used, processor in zip(self.uses, self.processors, strict=True):
             states = getattr(processor, "states", {})
             assert all(used[row] for row in states), type(processor).__name__
@@ -167,8 +186,7 @@ class Sampler:
         of the vocabulary."""
         random = np.flatnonzero(self.temperature[rows] > 0)
         if len(random) < len(rows):
-            tokens = argmax(logits)
-            valid = torch.isfinite(logits.gather(1, tokens[:, None])[:, 0])
+            tokens, valid = likeliest(logits)
         else:
             tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
             valid = torch.ones(len(rows), dtype=torch.bool, device=logits.device)
@@ -192,6 +210,16 @@ class Sampler:
         probs = torch.softmax(pad_to_blocks(scaled), -1)
         self.draws.filter(probs, self.top_k[rows], self.top_p[rows], self.min_p[rows])
         return probs
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[S, V] -> tokens [S] int64, and whether the logit of each is a number [S] bool. On a CPU numpy asks: its calls
+    cost less for a few rows."""
+    tokens = argmax(logits)
+    if logits.device.type != "cpu":
+        return tokens, torch.isfinite(logits.gather(1, tokens[:, None])[:, 0])
+    found = logits.numpy()[np.arange(len(tokens)), tokens.numpy()]
+    return tokens, torch.from_numpy(np.isfinite(found))
 
 
 def argmax(logits: Tensor) -> Tensor:

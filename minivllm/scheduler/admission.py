@@ -37,7 +37,20 @@ class Watermark:
     def admits(self, req: Request, new_tokens: int, running: Sequence[Request], usage: KVUsage) -> bool:
         # Who comes back from the host computes few tokens and takes many blocks, so a preempted request counts whole.
         needed = req.num_tokens if req.num_preemptions else new_tokens
-        return usage.num_free - -(-needed // usage.block_size) >= int(self.fraction * usage.num_total)
+        num_blocks = -(-needed // usage.block_size) * usage.num_groups
+        return usage.num_free - num_blocks >= int(self.fraction * usage.num_total)
+
+
+class FullPrompt:
+    """All that is known of a request fits into free blocks now, not only the chunk that it would begin with: else long
+    prompts enter piece by piece and push each other out (vLLM's `scheduler_reserve_full_isl`, on since 0.19). Nothing
+    stays reserved: those that run may take the blocks while its later chunks wait.
+
+    Blocks that it would share with running requests are counted as if it needed its own.
+    """
+
+    def admits(self, req: Request, new_tokens: int, running: Sequence[Request], usage: KVUsage) -> bool:
+        return -(-req.num_tokens // usage.block_size) * usage.num_groups <= usage.num_free
 
 
 class PredictedPeak:
@@ -59,7 +72,8 @@ class PredictedPeak:
     that computes all of them may be a token ahead of the others (scheduler/phased: they stand still in its prefill),
     so it is counted with a token more.
 
-    A promise only where running requests are not held up one by one: policy fcfs. Shared blocks make it pessimistic.
+    A promise only where running requests are not held up one by one: policy fcfs. Shared blocks make it pessimistic,
+    and so do layers with windows, which are counted as if they kept all tokens.
     With engine.overlap=2 a request that ends gives its blocks back a step later than is counted on here.
     """
 
@@ -68,7 +82,7 @@ class PredictedPeak:
         self.max_model_len = max_model_len
 
     def admits(self, req: Request, new_tokens: int, running: Sequence[Request], usage: KVUsage) -> bool:
-        return self.peak(req, new_tokens, running) <= usage.num_total
+        return self.peak(req, new_tokens, running) * usage.num_groups <= usage.num_total
 
     def peak(self, req: Request, new_tokens: int, running: Sequence[Request]) -> int:
         """Blocks."""

@@ -4,64 +4,44 @@ A scheduler decides only `schedule()`: which tokens run next. It never looks at 
 or a token's meaning, and two runs over the same calls make the same plans.
 
     add -> waiting --schedule()--> running --update()--> finished
-              ^------ preempt ------'                    abort() leaves from either list
+              ^------ preempt ------'                    abort() leaves from any list
+           held until the next plan is made
 
 schedule() may be called again before update() has taken in what the plans before gave (engine/core.py says how often).
 It then counts on what is in flight: each request goes on where its last plan will have brought it, behind a token that
 is perhaps not known yet, up to its longest length. Only update() makes tokens and K and V out of these counts, so that
 nothing of a step in flight is ever reported or published. What a request's end shows to have been too much, and what a
 request that is preempted or aborted had in flight, is dropped when it lands; preempted, it computes that again.
+
+Its parts: limits.py (who can never be served), in_flight.py, drafts.py, finish.py (tokens become deltas and ends),
+membership.py (whom the workers hear of), items.py (what
+stands in prompts in the place of tokens). None knows of another, or of the queues.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
 
-from minivllm.errors import BadRequest, NeverFits
+from minivllm.errors import BadRequest
 from minivllm.kv.base import KVManager
-from minivllm.plan import Delta, Join, StepOutput, StepPlan
+from minivllm.plan import Delta, StepOutput, StepPlan
 from minivllm.request import Request
 from minivllm.scheduler.admission import Admission, AdmitAll
+from minivllm.scheduler.drafts import Drafts
+from minivllm.scheduler.finish import failed, take_prompt_logprobs, take_tokens, take_vector
+from minivllm.scheduler.in_flight import InFlight
+from minivllm.scheduler.items import HeldItems
+from minivllm.scheduler.limits import Limits
+from minivllm.scheduler.membership import Membership, join_of
 from minivllm.scheduler.policy import FCFS, Policy
 
 _order = attrgetter("order")
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_num_seqs: int  # requests in a step
-    max_num_batched_tokens: int  # tokens in a step: the budget
-    max_model_len: int  # tokens of a request, output included
-    kv_capacity: int  # tokens that the whole KV pool holds
-
-
-class Scheduler(Protocol):
-    def add(self, req: Request) -> None:
-        """Raises NeverFits for a request that no amount of waiting can serve."""
-        ...
-
-    def abort(self, req_id: str) -> None:
-        """Forget the request, wherever it is. An unknown id is no error: it may have finished a moment ago."""
-        ...
-
-    def schedule(self, now: float) -> StepPlan:
-        """The next step. Plans that update() has not seen are in flight, and are counted on."""
-        ...
-
-    def update(self, plan: StepPlan, out: StepOutput) -> list[Delta]:
-        """Take in what the step produced; plans in their order. The only writer of num_computed_tokens, except for
-        preemption's reset."""
-        ...
-
-    def check(self) -> None: ...
-
-
 class SchedulerBase:
-    """All of a Scheduler but schedule()."""
+    """All of an InnerScheduler but schedule()."""
 
     def __init__(
         self,
@@ -71,20 +51,22 @@ class SchedulerBase:
         chunked_prefill: bool = True,
         admission: Admission | None = None,
         lookahead: int = 0,
+        num_drafts_ahead: int = 0,
     ):
         self.kv = kv
         self.limits = limits
         self.policy = policy or FCFS()
         self.chunked_prefill = chunked_prefill
         self.admission = admission or AdmitAll()
-        self.lookahead = lookahead  # KV slots behind a request's tokens that a proposer of drafts writes to
+        self.drafts = Drafts(kv, limits, lookahead, num_drafts_ahead)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in service order
         self.waiting: list[Request] = []  # in reverse service order: the next one is at the end
-        self._leaves: list[str] = []  # rows that the workers may drop
-        self._joins: dict[str, tuple[Join, list[int]]] = {}  # forked since the last plan: who, and its blocks
-        self._in_flight: dict[int, StepPlan] = {}  # by step: plans that update() has not seen yet
-        self._dropped: dict[int, set[str]] = {}  # by step in flight: requests that want nothing of it any more
+        self._held: list[Request] = []  # taken out of `waiting` until the next plan is made
+        self._num_preempted = 0  # since the last plan
+        self.members = Membership()
+        self.in_flight = InFlight()
+        self._items = HeldItems()
         self._num_added = 0
         self._num_steps = 0
 
@@ -106,54 +88,22 @@ class SchedulerBase:
         if _remove(self.running, req):
             self._retire(req)
         else:
-            self.waiting.remove(req)
+            (self._held if req in self._held else self.waiting).remove(req)
             self.kv.free(req)
             del self.requests[req_id]
 
     def _retire(self, req: Request) -> None:
         """The end of a request that has left `running`."""
-        self._drop_in_flight(req)
+        self.in_flight.drop(req)
         self.kv.free(req)
-        self._leave(req)
+        self.members.leave(req.id)
         del self.requests[req.id]
 
-    def _leave(self, req: Request) -> None:
-        """The workers may drop its row, unless they have not even heard of it."""
-        if self._joins.pop(req.id, None) is None:
-            self._leaves.append(req.id)
-
     def _check_fits(self, req: Request) -> None:
-        limits, prompt = self.limits, req.num_prompt_tokens
-        if prompt == 0:
-            raise BadRequest("the prompt is empty", "prompt")
-        if prompt >= limits.max_model_len:
-            raise NeverFits(
-                f"the prompt has {prompt} tokens, which leaves no room for output: "
-                f"max_model_len is {limits.max_model_len} tokens",
-                "prompt",
-            )
-        longest = req.num_final_slots(limits.max_model_len)
-        if longest > limits.kv_capacity:
-            raise NeverFits(
-                f"prompt and output may reach {longest} tokens; the KV pool holds {limits.kv_capacity}. "
-                "Lower max_tokens or give the pool more blocks (kv.num_blocks, kv.memory)",
-                "max_tokens",
-            )
-        if not self.chunked_prefill and longest > limits.max_num_batched_tokens:
-            raise NeverFits(
-                f"prompt and output may reach {longest} tokens, which one step must be able to recompute; "
-                f"without chunked prefill a step takes {limits.max_num_batched_tokens}. "
-                "Raise scheduler.max_num_batched_tokens or turn scheduler.chunked_prefill on",
-                "max_tokens",
-            )
+        self.limits.check_fits(req, self.chunked_prefill)
 
     def fork(self, forks: Sequence[tuple[str, Request]], ends: Sequence[str]) -> None:
-        """Go on from running requests as others, (parent's id, child) each; then abort `ends`.
-
-        children: with all their tokens, and an order of their own. One starts from as much of its parent's KV as
-        `kv.fork` gives; if that is nothing, or there is no place for it, it waits and is admitted like a new request.
-        """
-        num_places = self.limits.max_num_seqs - len(self.running) + len(ends)
+        num_places = self.limits.max_num_seqs - sum(req.id not in ends for req in self.running)
         for parent_id, child in forks:
             self.requests[child.id] = child
             parent = self.requests.get(parent_id)
@@ -166,9 +116,42 @@ class SchedulerBase:
             num_places -= 1
             child.num_computed_tokens = num_found
             insort(self.running, child, key=_order)
-            self._joins[child.id] = _join(child), list(blocks)
+            self.members.join(child, blocks)
         for req_id in ends:
             self.abort(req_id)
+
+    def hold(self, req_ids: Iterable[str]) -> None:
+        held = set(req_ids)
+        self._preempt_all([req for req in reversed(self.running) if req.id in held])
+        self._held += [req for req in self.waiting if req.id in held]
+        self.waiting = [req for req in self.waiting if req.id not in held]
+
+    def let_in(self, req: Request, at_cost_of: Sequence[Request] = ()) -> None:
+        victims = iter(at_cost_of)
+        while not self._gets_in(req) and (victim := next(victims, None)) is not None:
+            self._preempt_all([victim])
+
+    def _gets_in(self, req: Request) -> bool:
+        """Where a prompt may not be cut, room is all that it gets: schedule() will admit it."""
+        usage, num_new = self.kv.usage, req.num_tokens - self.kv.lookup(req)
+        if len(self.running) >= self.limits.max_num_seqs:
+            return False
+        if not self.chunked_prefill or req.num_preemptions:
+            return usage.num_free * usage.block_size >= num_new * usage.num_groups
+        if not self.admission.admits(req, 1, self.running, usage):
+            return False
+        if (blocks := self.kv.allocate(req, 1)) is None:
+            return False
+        self.waiting.remove(req)
+        req.num_computed_tokens = req.num_cached_tokens = req.num_tokens - num_new
+        insort(self.running, req, key=_order)
+        self.members.join(req, blocks)
+        return True
+
+    def reorder(self, orders: Mapping[str, tuple]) -> None:
+        for req_id, order in orders.items():
+            self.requests[req_id].order = order
+        self.waiting.sort(key=_order, reverse=True)
 
     def enqueue(self, req: Request) -> None:
         """To its place in the queue."""
@@ -180,23 +163,23 @@ class SchedulerBase:
         """Take a running request's blocks away. It goes back to its place in the queue."""
         removed = _remove(self.running, req)
         assert removed, f"{req.id} is not running"
-        self._drop_in_flight(req)
-        self.kv.free(req, keep=req.id not in self._joins)  # of a fork there is no KV yet, only a copy to be made
-        self._leave(req)
+        self.in_flight.drop(req)
+        self.kv.free(req, keep=not self.members.is_unheard_of(req.id))  # else it has no KV yet, only copies to make
+        self.members.leave(req.id)
         req.num_computed_tokens = 0
         req.drafts = []
         req.num_preemptions += 1
         self.enqueue(req)
 
-    def _drop_in_flight(self, req: Request) -> None:
-        if req.num_in_flight:
-            req.num_in_flight = 0
-            for step, plan in self._in_flight.items():
-                if req.id in plan.num_tokens:
-                    self._dropped.setdefault(step, set()).add(req.id)
+    def _preempt_all(self, victims: Sequence[Request]) -> None:
+        """Between two plans."""
+        for victim in victims:
+            self.preempt(victim)
+        self._num_preempted += len(victims)
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
-        running, allocate, lookahead, drafts = self.running, self.kv.allocate, self.lookahead, plan.drafts
+        running, allocate, spares = self.running, self.kv.allocate, self.policy.spares_running
+        may_draft, drafts, ahead = self.drafts.are_possible, plan.drafts, plan.ahead
         i = 0
         while budget and i < len(running):  # preemption shortens the list at its end
             req = running[i]
@@ -207,17 +190,19 @@ class SchedulerBase:
                     i += 1
                     continue  # and is the last one
                 new_tokens = 1
+            if spares and new_tokens > 1:
+                new_tokens = min(new_tokens, max(1, budget - (len(running) - i - 1)))
             blocks = None
-            if req.drafts or lookahead:  # drafts leave every other running request a token of the budget
-                blocks = self._allocate_ahead(plan, req, new_tokens, budget - (len(running) - i - 1))
+            if req.drafts or may_draft:  # drafts leave every other running request a token of the budget
+                blocks = self.drafts.allocate(plan, req, new_tokens, budget - (len(running) - i - 1))
             if blocks is None:
                 blocks = allocate(req, new_tokens)
             if blocks is None:
                 blocks = self._make_room(plan, req, new_tokens)
                 if blocks is None:
                     break
-            if drafts:
-                new_tokens += len(drafts.get(req.id, ()))
+            if drafts or ahead:
+                new_tokens += len(drafts.get(req.id, ())) + ahead.get(req.id, 0)
             plan.num_tokens[req.id] = new_tokens
             plan.start[req.id] = start
             req.num_in_flight += new_tokens
@@ -227,19 +212,6 @@ class SchedulerBase:
             i += 1
         return budget
 
-    def _allocate_ahead(self, plan: StepPlan, req: Request, new_tokens: int, most: int) -> Sequence[int] | None:
-        """Room for new_tokens, for req's drafts (both at most `most` tokens) and for what the proposer writes behind
-        them; the drafts are then in the plan. None if that is not free: nobody is preempted for a guess."""
-        if req.num_computed_tokens + new_tokens < len(req.token_ids):
-            return None  # a prompt's chunk
-        drafts = req.drafts[: max(0, most - new_tokens)]
-        end = len(req.token_ids) + len(drafts)
-        lookahead = max(0, min(self.lookahead, req.num_final_slots(self.limits.max_model_len) - end))
-        blocks = self.kv.allocate(req, new_tokens + len(drafts), lookahead)
-        if blocks is not None and drafts:
-            plan.drafts[req.id] = drafts
-        return blocks
-
     def _make_room(self, plan: StepPlan, req: Request, new_tokens: int) -> Sequence[int] | None:
         """Preempt from the end of `running` until req's tokens fit. None if req itself had to go."""
         while True:
@@ -247,7 +219,7 @@ class SchedulerBase:
             for victim in victims:
                 self.preempt(victim)
                 # A relative may be in the plan.
-                for column in (plan.num_tokens, plan.start, plan.new_blocks, plan.drafts):
+                for column in (plan.num_tokens, plan.start, plan.new_blocks, plan.drafts, plan.ahead):
                     column.pop(victim.id, None)
             plan.stats.num_preempted += len(victims)
             if req in victims:
@@ -280,7 +252,7 @@ class SchedulerBase:
             req.num_cached_tokens = num_found
         plan.stats.prefix_queries += req.num_tokens
         plan.stats.prefix_hits += num_found
-        plan.joins.append(_join(req))
+        plan.joins.append(join_of(req))
         plan.num_tokens[req.id] = new_tokens
         plan.start[req.id] = num_found
         req.num_in_flight = num_found + new_tokens  # what was found is taken for computed by update() too
@@ -289,14 +261,17 @@ class SchedulerBase:
 
     def _finish_plan(self, plan: StepPlan) -> StepPlan:
         limits, usage = self.limits, self.kv.usage
-        plan.leaves, self._leaves = self._leaves, []
-        for req_id, (join, blocks) in self._joins.items():
-            plan.joins.append(join)
-            plan.new_blocks[req_id] = blocks + plan.new_blocks.get(req_id, [])
-        self._joins.clear()
+        if self._held:
+            self.waiting = sorted((*self.waiting, *self._held), key=_order, reverse=True)
+            self._held = []
+        self.members.drain(plan)
+        if plan.joins or plan.leaves:
+            self._items.fill(plan, self.requests)
         self.kv.moves.drain(plan)
         total = plan.total_tokens
         stats = plan.stats  # its other fields were counted while planning
+        stats.num_preempted += self._num_preempted
+        self._num_preempted = 0
         stats.num_running, stats.num_waiting = len(self.running), len(self.waiting)
         stats.num_free_blocks, stats.num_cached_blocks = usage.num_free, usage.num_cached
         stats.num_total_blocks = usage.num_total
@@ -305,8 +280,7 @@ class SchedulerBase:
         assert total <= limits.max_num_batched_tokens, "the step's token budget is exceeded"
         assert len(self.running) <= limits.max_num_seqs, "more requests run than may"
         assert plan.num_tokens.keys() == plan.start.keys()
-        plan.num_in_flight = len(self._in_flight)
-        self._in_flight[plan.step] = plan
+        self.in_flight.add(plan)
         return plan
 
     # --- after the step
@@ -314,20 +288,22 @@ class SchedulerBase:
     def update(self, plan: StepPlan, out: StepOutput) -> list[Delta]:
         deltas: list[Delta] = []
         finished: list[Request] = []
-        requests, start, kv, speculates = self.requests, plan.start, self.kv, bool(plan.drafts or out.drafts)
-        self._in_flight.pop(plan.step)
-        dropped = self._dropped.pop(plan.step, ())
+        requests, start, kv, longest = self.requests, plan.start, self.kv, self.limits.max_model_len
+        dropped = self.in_flight.land(plan)
         if out.is_lost:
             self._take_back(plan, [req_id for req_id in plan.num_tokens if req_id not in dropped])
             return deltas
         if out.is_failed:
             self._take_back(plan, ())
+        if plan.ahead:
+            self.drafts.complete(plan, requests, dropped)
+        speculates = bool(plan.drafts or out.drafts)
         for req_id, num_new in plan.num_tokens.items():
             if req_id in dropped:
                 continue
             req = requests[req_id]
             if req_id in out.errors:  # before commit: what it computed is not to be shared
-                deltas.append(_delta(req, finish_reason="error", error=out.errors[req_id]))
+                deltas.append(failed(req, out.errors[req_id]))
                 finished.append(req)
                 continue
             end = start[req_id] + num_new
@@ -335,18 +311,21 @@ class SchedulerBase:
             req.num_computed_tokens = end
             tokens = out.tokens.get(req_id)
             if speculates:
-                self._settle_drafts(plan, req, tokens)
-            delta = self._take_tokens(req, tokens, out) if tokens else None
+                self.drafts.settle(plan, req, tokens)
+            delta = take_tokens(req, tokens, out, longest) if tokens else None
             if speculates or req.drafts:
-                req.drafts = self._useful(req, out.drafts.get(req_id, ()))
+                req.drafts = self.drafts.useful(req, out.drafts.get(req_id, ()))
             if req_id in out.prompt_logprobs:
-                delta = delta or _delta(req)
-                delta.prompt_logprobs = _unreported(req, start[req_id], out.prompt_logprobs[req_id])
+                delta = take_prompt_logprobs(req, delta, start[req_id], out.prompt_logprobs[req_id])
             kv.commit(req)
             if delta is not None:
                 deltas.append(delta)
                 if delta.finish_reason is not None:
                     finished.append(req)
+        if out.pooled:
+            pooled = [requests[req_id] for req_id in out.pooled if req_id not in dropped]
+            deltas += [take_vector(req, out) for req in pooled]
+            finished += pooled
         if finished:
             gone = {req.id for req in finished}
             self.running = [req for req in self.running if req.id not in gone]
@@ -356,86 +335,32 @@ class SchedulerBase:
 
     def _take_back(self, plan: StepPlan, req_ids: Sequence[str]) -> None:
         """Nothing of a plan has run: `req_ids`, and whoever was to enter with no token to compute, begin anew."""
-        self._leaves += plan.leaves  # perhaps nobody has heard of them, and leaving twice is harmless
+        self.members.leave_again(plan.leaves)
+        self._items.take_back(plan)
         only_joined = [join.req_id for join in plan.joins if join.req_id not in plan.num_tokens]
         for req_id in (*req_ids, *only_joined):
             req = self.requests.get(req_id)
             if req is not None and req in self.running:
                 self.preempt(req)
 
-    def _take_tokens(self, req: Request, tokens: list[int], out: StepOutput) -> Delta:
-        """Append what was sampled, up to and including a token that ends the request."""
-        delta = _delta(req, num_cached_tokens=req.num_cached_tokens)
-        for token in tokens:
-            req.token_ids.append(token)
-            delta.token_ids.append(token)
-            delta.finish_reason, delta.stop_reason = self._end(req, token)
-            if delta.finish_reason is not None:
-                break
-        if req.id in out.logprobs:
-            delta.logprobs = out.logprobs[req.id][: len(delta.token_ids)]
-        return delta
-
-    def _settle_drafts(self, plan: StepPlan, req: Request, tokens: list[int]) -> None:
-        """K and V of rejected drafts are as good as never computed; their slots are written again."""
-        num_drafts = len(plan.drafts.get(req.id, ()))
-        if num_drafts:
-            num_accepted = len(tokens) - 1
-            assert 0 <= num_accepted <= num_drafts, f"{len(tokens)} tokens out of {num_drafts} drafts"
-            req.num_computed_tokens -= num_drafts - num_accepted
-            plan.stats.num_accepted += num_accepted
-
-    def _useful(self, req: Request, drafts: Sequence[int]) -> list[int]:
-        """Drafts that may all become output with one more token behind them: none beyond the longest length, none
-        that would end the request. So whoever accepts drafts need not know what ends one."""
-        params, longest = req.params, self.limits.max_model_len
-        last = min(req.num_prompt_tokens + (params.max_tokens or longest), longest) - 1
-        drafts = list(drafts[: max(0, last - len(req.token_ids))])
-        if drafts and (stops := {*params.eos_token_ids, *params.stop_token_ids}):
-            return drafts[: next((i for i, token in enumerate(drafts) if token in stops), len(drafts))]
-        return drafts
-
-    def _end(self, req: Request, token: int) -> tuple[str | None, int | None]:
-        """(finish_reason, stop_reason) once `token` is the request's newest; (None, None) while it goes on."""
-        params, num_tokens = req.params, len(req.token_ids)
-        num_output = num_tokens - req.num_prompt_tokens
-        if num_output >= params.min_tokens:
-            if token in params.eos_token_ids:
-                return "stop", None
-            if token in params.stop_token_ids:
-                return "stop", token
-        if num_output == params.max_tokens or num_tokens >= self.limits.max_model_len:
-            return "length", None
-        return None, None
-
     # --- invariants
 
     def check(self) -> None:
         self.kv.check()
+        self._items.check()
         running, waiting = [r.order for r in self.running], [r.order for r in self.waiting]
         assert running == sorted(running) and waiting == sorted(waiting, reverse=True), "a queue is out of order"
-        assert len(running) + len(waiting) == len(self.requests), "a request is in no queue, or in two"
-        assert {r.id for r in (*self.running, *self.waiting)} == self.requests.keys()
+        all_queued = [r.id for r in (*self.running, *self.waiting, *self._held)]
+        assert len(all_queued) == len(self.requests), "a request is in no queue, or in two"
+        assert set(all_queued) == self.requests.keys()
         for req in self.running:
             assert 0 <= req.num_computed_tokens < req.num_tokens <= self.limits.max_model_len
-            ends = [
-                plan.start[req.id] + plan.num_tokens[req.id]
-                for step, plan in self._in_flight.items()
-                if req.id in plan.num_tokens and req.id not in self._dropped.get(step, ())
-            ]
-            assert req.num_computed_tokens + req.num_in_flight == max([req.num_computed_tokens, *ends])
-            assert not req.drafts or req.num_tokens + len(req.drafts) < self.limits.max_model_len
+            self.in_flight.check(req)
+            self.drafts.check(req)
         assert all(req.num_computed_tokens == req.num_in_flight == 0 and not req.drafts for req in self.waiting)
         if not self.running:
-            assert self.kv.usage.num_free == self.kv.usage.num_total, "blocks in use though no request runs"
-
-
-def _join(req: Request) -> Join:
-    return Join(req.id, list(req.token_ids), req.num_prompt_tokens, req.params, req.adapter)
-
-
-def _delta(req: Request, **changed: Any) -> Delta:
-    return Delta(req.id, [], arrival_time=req.arrival_time, **changed)
+            used = self.kv.usage.num_total - self.kv.usage.num_free
+            assert used == self.kv.num_lent, "blocks in use though no request runs"
 
 
 class _Reversed:
@@ -457,10 +382,3 @@ def _remove(ordered: list[Request], req: Request) -> bool:
         del ordered[i]
         return True
     return False
-
-
-def _unreported(req: Request, start: int, chunk: list) -> list:
-    """The part of a chunk's prompt log-probabilities that no earlier step reported (a preemption recomputes them)."""
-    new = chunk[req.num_prompt_logprobs - start :]
-    req.num_prompt_logprobs += len(new)
-    return new

@@ -21,17 +21,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from minivllm.errors import NeverFits
 from minivllm.plan import Delta, PositionLogprobs, StepOutput, StepPlan
 from minivllm.request import Request, sequence_ids
-from minivllm.scheduler.base import Scheduler, SchedulerBase
+from minivllm.scheduler.base import SchedulerBase
 from minivllm.scheduler.beam_search import BeamSearch, FinishedBeam
-
-
-class ForkingScheduler(Scheduler, Protocol):
-    def fork(self, forks: Sequence[tuple[str, Request]], ends: Sequence[str]) -> None: ...
+from minivllm.scheduler.protocol import InnerScheduler
 
 
 @dataclass(slots=True)
@@ -61,13 +57,16 @@ class Group:
             adapter=root.adapter,
             cache_salt=root.cache_salt,
             group=root.group,
+            client=root.client,
+            items=root.items,
+            contents=root.contents,
             order=(*root.order, self.num_forks),
         )
 
 
 class BeamScheduler:
-    def __init__(self, inner: ForkingScheduler, base: SchedulerBase):
-        """base: the scheduler itself, of which inner may be a wrapper."""
+    def __init__(self, inner: InnerScheduler, base: SchedulerBase):
+        """base: the scheduler itself, which inner is or stands around; for whoever looks at it."""
         self.inner = inner
         self.base = base
         self.limits = base.limits

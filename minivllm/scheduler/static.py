@@ -4,8 +4,8 @@ Wait until the engine is idle, take the next max_num_seqs requests (fewer if the
 compute all prompts, decode until the LAST of them has ended, and only then look at the queue again. Who arrives in
 between waits for the whole batch; who ends early leaves a place that nobody takes.
 
-    waiting --open--> seats --prefill, over as many steps as the token budget takes--> running --ends--> held --+
-       ^------------------------------------- nobody runs any more: held blocks and rows are given back -------+
+    waiting --open--> seats --prefill, over as many steps as the token budget takes--> running --ends--> ended -+
+       ^------------------------------------- nobody runs any more: their blocks and rows are given back -------+
 
 Kinder than the original (FasterTransformer, transformers' generate): a row that has ended burns no compute, prompts are
 not padded to the longest of them, and a result is delivered when it is there and not with its batch's last. What is
@@ -29,11 +29,11 @@ class StaticScheduler(SchedulerBase):
         super().__init__(*args, **kwargs)
         assert not self.chunked_prefill, "static batching computes prompts whole: scheduler.chunked_prefill=false"
         self._num_seats = 0  # of the open batch: places that the queue may still fill
-        self._held: list[Request] = []  # ended, with their blocks and rows; empty when nobody runs
+        self._ended: list[Request] = []  # with their blocks and rows; empty when nobody runs
 
     def schedule(self, now: float) -> StepPlan:
         if not self.running:
-            self._give_back_held()
+            self._give_back_ended()
             self._num_seats = self._num_seats or self._open()
         plan = self._new_plan()
         self._schedule_prefills(plan)
@@ -60,27 +60,27 @@ class StaticScheduler(SchedulerBase):
         self._num_seats = 0
 
     def _make_room(self, plan: StepPlan, req: Request, new_tokens: int) -> Sequence[int] | None:
-        if self._held:
-            self._give_back_held()
+        if self._ended:
+            self._give_back_ended()
             if (blocks := self.kv.allocate(req, new_tokens)) is not None:
                 return blocks
         return super()._make_room(plan, req, new_tokens)
 
     def _retire(self, req: Request) -> None:
-        self._drop_in_flight(req)
-        self._held.append(req)
+        self.in_flight.drop(req)
+        self._ended.append(req)
         del self.requests[req.id]
         if not self.running:
-            self._give_back_held()
+            self._give_back_ended()
 
-    def _give_back_held(self) -> None:
-        for req in self._held:
+    def _give_back_ended(self) -> None:
+        for req in self._ended:
             self.kv.free(req)
-            self._leaves.append(req.id)
-        self._held = []
+            self.members.leave(req.id)
+        self._ended = []
 
     def check(self) -> None:
         super().check()
-        assert self.running or not self._held, "nobody runs, and ended requests keep their blocks"
-        num_members = len(self.running) + len(self._held) + self._num_seats
+        assert self.running or not self._ended, "nobody runs, and ended requests keep their blocks"
+        num_members = len(self.running) + len(self._ended) + self._num_seats
         assert num_members <= self.limits.max_num_seqs, "the batch has more members than seats"

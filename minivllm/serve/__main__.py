@@ -2,8 +2,8 @@
 
 import sys
 
-from minivllm.cli import run_command
 from minivllm.serve.command import main
+from minivllm.terminal import run_command
 
 if __name__ == "__main__":
     run_command(lambda: main(sys.argv[1:], prog="python -m minivllm.serve"))

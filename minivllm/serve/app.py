@@ -7,50 +7,76 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.engine.async_pooler import AsyncPooler
 from minivllm.engine.metrics import Metrics
 from minivllm.serve import (
+    anthropic_models,
     chat,
+    cohere,
     completions,
     debug,
     embeddings,
     errors,
+    invocations,
     live,
+    llama_cpp,
     lora,
     messages,
+    ollama,
+    ollama_models,
     openapi,
     page,
     pooling,
     protocol,
-    responses,
+    refusals,
+    responses_stored,
+    tei,
     tokenize,
+    vllm_pooling,
 )
+from minivllm.serve import llama_cpp_protocol as llamas
 from minivllm.serve import messages_protocol as anthropic
+from minivllm.serve import ollama_protocol as ollamas
 from minivllm.serve import rerank as ranking
 from minivllm.serve import responses_protocol as newer
 from minivllm.serve.access import CLIENT_TIMEOUT, MAX_BODY_BYTES
-from minivllm.serve.connection import EventStream, JSONAnswer, read_body
+from minivllm.serve.bodies import taken, worked_out
+from minivllm.serve.browsers import Browsers
+from minivllm.serve.connection import EventStream, JSONAnswer, reply
+from minivllm.serve.connections import ConnectionLimits
+from minivllm.serve.deadline import Deadlines
+from minivllm.serve.endpoint import Endpoint
 from minivllm.serve.generation import Service, answer, attach, events
-from minivllm.serve.guard import Guard, Keys
+from minivllm.serve.guard import Guard
+from minivllm.serve.keys import KeyFile, Keys
+from minivllm.serve.ledger import Ledger, OwnLedger
+from minivllm.serve.limits import HEADERS, Limits
+from minivllm.serve.proxies import Forwarded, TrustedProxies
 from minivllm.serve.rate_limit import RateLimit, RateLimiter
+from minivllm.serve.reasoning.reader import ReasoningReader
+from minivllm.serve.request_limits import RequestLimits
 from minivllm.serve.request_log import RequestLog
+from minivllm.serve.response_shelf import NoShelf, Shelf
+from minivllm.serve.response_store import ResponseStore
+from minivllm.serve.roles import reserved
+from minivllm.serve.root_path import RootPath
 from minivllm.serve.telemetry import NoTracing, Tracing
-from minivllm.serve.tools.parsers import HermesParser, ToolParser
+from minivllm.serve.timings import Timings
+from minivllm.serve.tools.formats.hermes import HermesParser
+from minivllm.serve.tools.parsers import ToolParser
 
 
 async def chat_completions(request: Request) -> ASGIApp:
@@ -61,19 +87,25 @@ async def completions_(request: Request) -> ASGIApp:
     return await generate(request, protocol.CompletionRequest, completions.prepare)
 
 
-async def generate(request: Request, kind: type[protocol.Sampling], prepare: Callable[..., Awaitable]) -> ASGIApp:
-    body = protocol.parse(await read_body(request), kind)
+async def generate(request: Request, kind: type[protocol.Sampling], prepare: Callable[..., Any]) -> ASGIApp:
+    body = await taken(request, kind)
     request.app.state.service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise errors.BadRequest("stream_options needs stream=true", "stream_options")
+    if request.app.state.tokens_as_ids and body.return_tokens_as_token_ids is None:
+        body.return_tokens_as_token_ids = True
+    if body.stream and request.app.state.force_usage:
+        body.stream_options = protocol.StreamOptions(include_usage=True, continuous_usage_stats=True)
     if body.prompt_logprobs is not None and body.stream:
         raise errors.BadRequest("prompt_logprobs does not go with stream=true", "prompt_logprobs")
-    job, shape = await prepare(body, request.app.state.service)
+    job, shape = await worked_out(request, lambda: prepare(body, request.app.state.service))
     attach(job, request)
     return EventStream(events(job, shape), job.id) if body.stream else JSONAnswer(answer(job, shape), job.id)
 
 
 async def list_models(request: Request) -> Response:
+    if anthropic_models.wants(request):
+        return reply(anthropic_models.listing(request))
     service = request.app.state.service
     cards = [model_card(request, name) for name in service.names]
     return reply(protocol.ModelList(cards + [lora.adapter_card(request, a) for a in service.engine.list_loras()]))
@@ -82,6 +114,8 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request) -> Response:
     name = request.path_params["model"]
     request.app.state.service.check_model(name)
+    if anthropic_models.wants(request):
+        return reply(anthropic_models.card(request, name))
     return reply(model_card(request, name))
 
 
@@ -102,6 +136,14 @@ async def health(request: Request) -> Response:
     return reply(protocol.Health(status), 200 if status == working else 503)
 
 
+async def ping(request: Request) -> Response:
+    return await health(request)
+
+
+async def load(request: Request) -> Response:
+    return reply(protocol.Load(request.app.state.service.num_open))
+
+
 async def version(request: Request) -> Response:
     return reply(protocol.Version(minivllm.__version__))
 
@@ -111,22 +153,8 @@ async def metrics(request: Request) -> Response:
 
 
 async def document(request: Request) -> Response:
-    return reply(openapi.document(request.app.state.endpoints))
-
-
-def reply(data: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(data), status, media_type="application/json")
-
-
-class Endpoint(NamedTuple):
-    method: str
-    path: str
-    handler: Callable[[Request], Awaitable]
-    what: str
-    answers: type | None = None  # None: plain text or free JSON
-    takes: type | None = None
-    streams: type | None = None  # the type of each event, when the request asks for a stream
-    tasks: tuple[str, ...] = ()  # of the engine (model.task) that it needs; (): any
+    state = request.app.state
+    return reply(openapi.document(state.endpoints, state.root_path))
 
 
 ENDPOINTS = (
@@ -153,12 +181,56 @@ ENDPOINTS = (
     Endpoint(
         "POST",
         "/v1/responses",
-        responses.responses,
+        responses_stored.responses,
         "Answer a text or conversation: OpenAI's newer API",
         newer.ResponseObject,
         newer.ResponsesRequest,
         newer.ResponseEvent,
         ("generate",),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/input_tokens",
+        responses_stored.input_tokens,
+        "How long the prompt of such a request is",
+        newer.InputTokenCount,
+        newer.InputTokensRequest,
+        tasks=("generate",),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response_id}",
+        responses_stored.retrieve,
+        "A response that is kept",
+        newer.ResponseObject,
+        streams=newer.ResponseEvent,
+        tasks=("generate",),
+        asks=newer.RetrieveQuery,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/responses/{response_id}",
+        responses_stored.delete,
+        "Forget a response",
+        newer.ResponseDeleted,
+        tasks=("generate",),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/{response_id}/cancel",
+        responses_stored.cancel,
+        "Stop a response with background=true",
+        newer.ResponseObject,
+        tasks=("generate",),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        responses_stored.input_items,
+        "What a response answers: the items of its conversation",
+        newer.ItemList,
+        tasks=("generate",),
+        asks=newer.InputItemsQuery,
     ),
     Endpoint(
         "POST",
@@ -195,9 +267,53 @@ ENDPOINTS = (
             ("/v1/score", ranking.v1_score, "The same as /score", ranking.ScoreList, ranking.ScoreRequest),
             ("/rerank", ranking.rerank, "Order documents by a query", ranking.RerankList, ranking.RerankRequest),
             ("/v1/rerank", ranking.v1_rerank, "The same as /rerank", ranking.RerankList, ranking.RerankRequest),
+            (
+                "/v2/rerank",
+                ranking.v2_rerank,
+                "The same as /rerank: Cohere's",
+                ranking.RerankList,
+                ranking.RerankRequest,
+            ),
+            (
+                "/reranking",
+                ranking.reranking,
+                "The same as /rerank: llama.cpp's",
+                ranking.RerankList,
+                ranking.RerankRequest,
+            ),
+            ("/v1/reranking", ranking.v1_reranking, "The same as /rerank", ranking.RerankList, ranking.RerankRequest),
         )
     ),
-    Endpoint("GET", "/v1/models", list_models, "The names that `model` may have", protocol.ModelList),
+    *(
+        Endpoint("POST", path, handler, what, answers, takes, tasks=("embed",))
+        for path, handler, what, answers, takes in (
+            (
+                "/v2/embed",
+                cohere.v2_embed,
+                "The vectors of texts: Cohere's",
+                cohere.CohereEmbeddings,
+                cohere.CohereEmbedRequest,
+            ),
+            (
+                "/pooling",
+                vllm_pooling.pooling_,
+                "The vectors of texts: vLLM's",
+                vllm_pooling.PoolingList,
+                vllm_pooling.PoolingRequest,
+            ),
+            ("/embed", tei.embed, "The vectors of texts: TEI's", None, tei.TextsToEmbed),
+            ("/similarity", tei.similarity, "How like texts are to one: TEI's", None, tei.SimilarityRequest),
+        )
+    ),
+    Endpoint("GET", "/info", tei.info, "What the model is: TEI's", tei.ModelInfo, tasks=pooling.POOLS),
+    Endpoint("GET", "/tokenizer_info", tokenize.tokenizer_info, "The tokenizer's configuration: vLLM's"),
+    Endpoint(
+        "GET",
+        "/v1/models",
+        list_models,
+        "The names that `model` may have; to Anthropic's client as its own",
+        protocol.ModelList,
+    ),
     Endpoint("GET", "/v1/models/{model:path}", get_model, "One model", protocol.ModelCard),
     Endpoint(
         "POST",
@@ -207,6 +323,7 @@ ENDPOINTS = (
         protocol.ModelCard,
         protocol.LoadAdapter,
         tasks=("generate",),
+        role="admin",
     ),
     Endpoint(
         "POST",
@@ -216,6 +333,7 @@ ENDPOINTS = (
         protocol.ModelDeleted,
         protocol.UnloadAdapter,
         tasks=("generate",),
+        role="admin",
     ),
     Endpoint(
         "POST",
@@ -226,9 +344,93 @@ ENDPOINTS = (
         tokenize.Tokenize,
     ),
     Endpoint("POST", "/detokenize", tokenize.detokenize, "The text of tokens", tokenize.Text, tokenize.Detokenize),
+    *(
+        Endpoint("POST", path, handler, what, answers, takes, answers, ("generate",), "application/x-ndjson")
+        for path, handler, what, answers, takes in (
+            (
+                "/api/chat",
+                ollama.api_chat,
+                "Answer a conversation: Ollama's",
+                ollamas.OllamaChatAnswer,
+                ollamas.OllamaChatRequest,
+            ),
+            (
+                "/api/generate",
+                ollama.api_generate,
+                "Answer or continue a text: Ollama's",
+                ollamas.OllamaGenerateAnswer,
+                ollamas.OllamaGenerateRequest,
+            ),
+        )
+    ),
+    Endpoint("GET", "/api/tags", ollama_models.api_tags, "The models: Ollama's", ollamas.OllamaModelList),
+    Endpoint("GET", "/api/ps", ollama_models.api_ps, "The models that are loaded: Ollama's", ollamas.OllamaRunningList),
+    Endpoint("GET", "/api/version", ollama_models.api_version, "The same as /version: Ollama's", protocol.Version),
+    Endpoint(
+        "POST",
+        "/api/show",
+        ollama_models.api_show,
+        "What a model is and can: Ollama's",
+        ollamas.OllamaShown,
+        ollamas.OllamaShowRequest,
+    ),
+    Endpoint(
+        "POST",
+        "/api/embed",
+        ollama_models.api_embed,
+        "The vectors of texts, at unit length: Ollama's",
+        ollamas.OllamaEmbeddings,
+        ollamas.OllamaEmbedRequest,
+        tasks=("embed",),
+    ),
+    Endpoint(
+        "POST",
+        "/api/embeddings",
+        ollama_models.api_embeddings,
+        "The vector of one text: Ollama's older form",
+        ollamas.OllamaEmbedding,
+        ollamas.OllamaEmbeddingRequest,
+        tasks=("embed",),
+    ),
+    Endpoint(
+        "POST",
+        "/completion",
+        llama_cpp.completion,
+        "Continue a text: llama.cpp's",
+        llamas.LlamaAnswer,
+        llamas.LlamaCompletionRequest,
+        llamas.LlamaChunk,
+        ("generate",),
+    ),
+    Endpoint(
+        "POST",
+        "/infill",
+        llama_cpp.infill,
+        "Fill in what stands between two texts: llama.cpp's",
+        llamas.LlamaAnswer,
+        llamas.InfillRequest,
+        llamas.LlamaChunk,
+        ("generate",),
+    ),
+    Endpoint(
+        "POST",
+        "/apply-template",
+        llama_cpp.apply_template,
+        "The prompt that a conversation becomes: llama.cpp's",
+        llamas.Templated,
+        llamas.TemplateRequest,
+        tasks=("generate",),
+    ),
+    Endpoint(
+        "GET", "/props", llama_cpp.props, "What the server is: llama.cpp's", llamas.LlamaProps, tasks=("generate",)
+    ),
+    Endpoint("GET", "/slots", llama_cpp.slots, "How many sequences run: llama.cpp's", tasks=("generate",)),
     Endpoint("GET", "/health", health, "200 while the engine or a replica runs, 503 if a step hangs", protocol.Health),
+    Endpoint("GET", "/ping", ping, "The same as /health: SageMaker's", protocol.Health),
+    Endpoint("POST", "/invocations", invocations.invocations, "What the body's fields are for: SageMaker's"),
+    Endpoint("GET", "/load", load, "How many sequences the server works on: vLLM's", protocol.Load, role="metrics"),
     Endpoint("GET", "/version", version, "The server's version", protocol.Version),
-    Endpoint("GET", "/metrics", metrics, "Prometheus metrics"),
+    Endpoint("GET", "/metrics", metrics, "Prometheus metrics", role="metrics"),
     Endpoint("GET", "/openapi.json", document, "This document"),
 )
 
@@ -239,29 +441,42 @@ PAGE_ENDPOINTS = (
         live.live,
         "The engine as it runs: an event of each replica about four times a second, while there is news; ?replica=1",
         streams=live.LiveEvent,
-        tasks=("generate",),
     ),
 )
 DEBUG_ENDPOINTS = (
-    Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100"),
+    Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100", role="admin"),
     Endpoint(
         "GET",
         "/debug/process",
         debug.process,
         "What the server's process holds: memory, files, tasks, requests",
         debug.ProcessState,
-        tasks=("generate",),
+        role="admin",
     ),
 )
 
 
+class Versioned:
+    """Clients whose base URL lacks /v1 find the same endpoints. Around the guard, which asks for keys by path."""
+
+    def __init__(self, app: ASGIApp, without: Set[str]):
+        """without: paths of /v1's endpoints less their beginning."""
+        self.app, self.without = app, without
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in self.without:
+            scope = {**scope, "path": f"/v1{scope['path']}"}
+        await self.app(scope, receive, send)
+
+
 def create_app(
-    engine: AsyncLLM | AsyncPooler,
+    engine: AsyncLLM,
     metrics: Metrics,
     model_names: Sequence[str],
     api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     tool_parser: type[ToolParser] | None = HermesParser,
+    reasoning_parser: type[ReasoningReader] | None = None,
     lora_dirs: Sequence[Path] = (),
     cors_origins: Sequence[str] = (),
     max_waiting: int | None = None,
@@ -273,17 +488,47 @@ def create_app(
     secret: bytes | None = None,
     tracing: Tracing | NoTracing | None = None,
     place: live.Place = live.ALONE,
+    refuse_unknown: bool = False,
+    root_path: str = "",
+    force_usage: bool = False,
+    tells_timings: bool = False,
+    tokens_as_ids: bool = False,
+    trust_templates: bool = False,
+    takes_embeds: bool = False,
+    response_store: ResponseStore | None = None,
+    request_limits: RequestLimits | None = None,
+    token_limit: RateLimit | None = None,
+    sequence_limit: int | None = None,
+    deadlines: Deadlines | None = None,
+    key_file: KeyFile | None = None,
+    host_names: Set[str] | None = None,
+    proxies: TrustedProxies | None = None,
+    connection_limits: ConnectionLimits | None = None,
+    ledger: Ledger | None = None,
 ) -> Starlette:
     """`metrics` watches `engine` from now on. The app closes the engine when it shuts down.
 
     lora_dirs: clients may load LoRA adapters from below these folders; none: they may not load or unload any.
-    cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit; None: no limit.
-    rate_limit: of each API key, or of each address. isolate_keys: no key finds another's prompts cached; secret: of all
-    servers of one engine, which keeps keys apart in its cache (guard.Keys).
-    client_timeout: seconds that a client may take to send a request, or leave an answer unread (serve/patience.py).
+    key_file: of more keys. cors_origins: whose pages may use the server from a browser. max_waiting: see Service.admit;
+    None: no limit.
+    rate_limit, token_limit, sequence_limit: of each API key, or of each address (serve/limits.py). isolate_keys: no key
+    finds another's prompts cached; secret: of all servers of one engine, which keeps keys apart in its cache
+    (keys.Keys).
+    deadlines: how long a request may take; None: as long as it says. client_timeout: seconds that a client may take to
+    send a request, or leave an answer unread (serve/patience.py).
     debug_endpoints: with those below /debug, which show what the engine does for whom. with_page: the page at /, and
     /debug/live, where it reads what the engine does. tracing: where a span for each request goes; None: nowhere.
-    place: which of several servers of the engine it is.
+    place: which of several servers of the engine it is. refuse_unknown: a field that an endpoint does not have is a
+    400, and not taken and named as ignored. response_store: what keeps /v1/responses; the app closes it when it shuts
+    down. None: nothing is kept.
+    root_path: that a proxy serves the app below. force_usage: every chunk of a stream holds the usage.
+    tells_timings: answers hold how long they took (serve/timings.py).
+    tokens_as_ids: log-probabilities call a token by its id, unless a request says otherwise.
+    trust_templates: a request may bring its own chat template. takes_embeds: and a prompt as vectors.
+    request_limits: of what one request may cost (serve/price.py).
+    host_names: what the server may be called, of
+    hosts.names; None: anything. proxies: who may say for whom they ask; None: nobody.
+    connection_limits: which serve/server.py keeps. ledger: what clients hold; None: of this app alone.
     """
     endpoints = ENDPOINTS + PAGE_ENDPOINTS * with_page + DEBUG_ENDPOINTS * debug_endpoints
     tracing = tracing or NoTracing()
@@ -292,37 +537,72 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         app.state.closing = asyncio.get_running_loop().create_future()
         yield
+        await app.state.shelf.close()
         await engine.shutdown()
         await asyncio.to_thread(tracing.close)
 
-    routes = [Route(e.path, pooling.served_by(engine.task, e), methods=[e.method]) for e in endpoints]
+    routes = [Route(e.path, reserved(e.role, pooling.served_by(engine.task, e)), methods=[e.method]) for e in endpoints]
+    routes += refusals.routes() + (page.routes() if with_page else [ollama_models.probe()])
     app = Starlette(
-        routes=routes + page.routes() * with_page,
+        routes=routes,
         exception_handlers=errors.HANDLERS,
         lifespan=lifespan,
     )
-    paths = {route.endpoint: route.path for route in app.routes}
-    app.state.keys = keys = Keys(api_keys, isolate_keys, secret)
-    app.state.limiter = limiter = RateLimiter(rate_limit) if rate_limit else None
-    app.add_middleware(Guard, keys=keys, metrics=metrics, paths=paths, limiter=limiter)
+    paths = {route.endpoint: route.path for route in routes}
+    app.state.keys = keys = Keys(api_keys, isolate_keys, secret, key_file)
+    app.state.ledger = ledger = ledger or OwnLedger()
+    buckets = (rate_limit, ledger.requests), (token_limit, ledger.tokens)
+    limits = Limits(*(RateLimiter(most, buckets=of) if most else None for most, of in buckets), sequence_limit)
+    app.state.deadlines = deadlines = deadlines or Deadlines()
+    around = {"limits": limits, "deadlines": deadlines, "browsers": Browsers(host_names, cors_origins)}
+    app.add_middleware(Guard, keys=keys, metrics=metrics, paths=paths, **around)
     if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
-        headers = ["x-request-id", "retry-after"]
+        headers = ["x-request-id", "x-minivllm-ignored", "retry-after", *HEADERS]
         app.add_middleware(
             CORSMiddleware,
             allow_origins=cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=headers,
         )
     app.add_middleware(RequestLog)
+    app.add_middleware(Versioned, {e.path.removeprefix("/v1") for e in endpoints} - {e.path for e in endpoints})
+    if root_path:
+        app.add_middleware(RootPath, prefix=root_path)
+    app.state.proxies = proxies = proxies or TrustedProxies()
+    if proxies:
+        app.add_middleware(Forwarded, proxies=proxies)
     metrics.stats = engine.stats
     engine.watchers.append(metrics)
     if isinstance(tracing, Tracing):
         engine.watchers.append(tracing)
-    app.state.service = Service(engine, metrics, list(model_names), tool_parser, max_waiting, tracing)
+    parsers = tool_parser, reasoning_parser
+    app.state.service = Service(
+        engine,
+        metrics,
+        list(model_names),
+        *parsers,
+        max_waiting,
+        tracing,
+        trust_templates=trust_templates,
+        takes_embeds=takes_embeds,
+        ledger=ledger,
+        limits=limits,
+    )
+    app.state.shelf = Shelf(response_store) if response_store else NoShelf()
+    if tells_timings:
+        app.state.service.timings = Timings()
+        engine.watchers.append(app.state.service.timings)
+    if request_limits is not None:
+        app.state.service.request_limits = request_limits
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]
     app.state.max_body_bytes = max_body_bytes
     app.state.client_timeout = client_timeout
+    app.state.connection_limits = connection_limits or ConnectionLimits()
+    app.state.refuse_unknown = refuse_unknown
+    app.state.root_path = root_path
+    app.state.force_usage = force_usage
+    app.state.tokens_as_ids = tokens_as_ids
     app.state.endpoints = endpoints
     app.state.switched_off = () if debug_endpoints else tuple(e.path for e in DEBUG_ENDPOINTS)
     app.state.place = place

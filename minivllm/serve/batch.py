@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,10 +22,13 @@ import msgspec
 from msgspec import Struct
 
 from minivllm.errors import BadRequest, EngineDead, UserError
-from minivllm.serve import chat, completions, errors, protocol, responses, responses_protocol
+from minivllm.serve import bodies, chat, completions, errors, protocol, responses, responses_protocol
 from minivllm.serve.generation import Service, answer
+from minivllm.serve.response_shelf import NOTHING_KEPT, refuse_state
 
 SYNC_SECONDS = 1.0
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_TOKENS = re.compile(rb'"(?:[^"\\]|\\.?)*"?|[][{}]', re.DOTALL)  # texts whole, and brackets
 
 
 class Line(Struct, forbid_unknown_fields=True):
@@ -70,13 +74,37 @@ def scan(path: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for number, data in lines(path):
         try:
-            custom_id = msgspec.json.decode(data, type=Identified).custom_id
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            custom_id = id_of(data)
+        except UNREADABLE as error:
             raise UserError(f"{path}, line {number}: {error}") from None
         if custom_id in found:
             raise UserError(f'{path}, line {number}: custom_id "{custom_id}" is that of line {found[custom_id]} too')
         found[custom_id] = number
     return found
+
+
+def id_of(data: bytes) -> str:
+    """custom_id of a line, also of one whose body is nested deeper than can be read: that is its own error."""
+    try:
+        return msgspec.json.decode(data, type=Identified).custom_id
+    except RecursionError:
+        return msgspec.json.decode(_flat(data), type=Identified).custom_id
+
+
+def _flat(data: bytes) -> bytes:
+    """A JSON object with null for the lists and objects in it, found by counting brackets outside of texts."""
+    kept, depth, start = [], 0, 0
+    for token in _TOKENS.finditer(data):
+        if token[0][:1] in b"[{":
+            depth += 1
+            if depth == 2:
+                kept.append(data[start : token.start()])
+        elif token[0][:1] in b"]}":
+            if depth == 2:
+                kept.append(b"null")
+                start = token.end()
+            depth -= 1
+    return b"".join(kept) + data[start:]
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -102,6 +130,7 @@ class Output:
         except OSError:
             os.close(self._fd)
             raise UserError(f"{path}: another run is writing it") from None
+        self._path = path
         self.done: set[str] = set()
         self.num_failed = 0
         self._synced = time.monotonic()
@@ -112,21 +141,39 @@ class Output:
             raise
 
     def append(self, result: Result) -> None:
-        data = msgspec.json.encode(result) + b"\n"
-        while data:
-            data = data[os.write(self._fd, data) :]
+        """Raises UserError if the disk is full: then nothing of it is there."""
+        end = os.fstat(self._fd).st_size
+        try:
+            self._write(msgspec.json.encode(result) + b"\n")
+        except OSError as error:
+            os.ftruncate(self._fd, end)
+            raise self._failed(error) from None
         self.done.add(result.custom_id)
         self.num_failed += result.failed
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        os.fsync(self._fd)
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._failed(error) from None
         self._synced = time.monotonic()
 
     def close(self) -> None:
-        self.sync()
-        os.close(self._fd)
+        try:
+            self.sync()
+        finally:
+            os.close(self._fd)
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+    def _failed(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self._path}: {error.strerror}. It has all answers so far: the same command goes on from there"
+        )
 
     def _take_up(self, path: Path) -> None:
         end = 0
@@ -136,7 +183,7 @@ class Output:
                 break
             try:
                 result = msgspec.json.decode(data, type=Result)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNREADABLE as error:
                 raise UserError(f"{path}, line {number}, is no result of a batch: {error}") from None
             self.done.add(result.custom_id)
             self.num_failed += result.failed
@@ -155,7 +202,7 @@ async def run(
 
     async def work() -> None:
         for _, data in pending:
-            if msgspec.json.decode(data, type=Identified).custom_id not in output.done:
+            if id_of(data) not in output.done:
                 result, tokens = await one(data, service)
                 output.append(result)
                 tick(tokens)
@@ -171,12 +218,12 @@ async def run(
 
 async def one(data: bytes, service: Service) -> tuple[Result, int]:
     """The result of one line, and how many tokens it has generated."""
-    result = Result(id=f"batch_req_{uuid.uuid4().hex}", custom_id=msgspec.json.decode(data, type=Identified).custom_id)
+    result = Result(id=f"batch_req_{uuid.uuid4().hex}", custom_id=id_of(data))
     try:
         line = msgspec.json.decode(data, type=Line)
         if line.method != "POST" or line.url not in URLS:
             raise msgspec.ValidationError(f"only POST of {', '.join(URLS)}, not {line.method} {line.url}")
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         result.error = LineError("invalid_line", str(error))
         return result, 0
     try:
@@ -193,22 +240,30 @@ async def one(data: bytes, service: Service) -> tuple[Result, int]:
     return result, getattr(made.usage, "completion_tokens", None) or getattr(made.usage, "output_tokens", 0)
 
 
-def generating(kind: type[protocol.Sampling], prepare: Callable[..., Awaitable]) -> Callable[..., Awaitable[Struct]]:
+def generating(
+    url: str, kind: type[protocol.Sampling], prepare: Callable[..., Any]
+) -> Callable[..., Awaitable[Struct]]:
     async def made(data: bytes, service: Service) -> Struct:
-        body = checked(data, kind, service)
-        return await answer(*await prepare(body, service))
+        body = checked(data, url, kind, service)
+        job, shape = prepare(body, service)
+        bodies.tell(job.ignored, service.told, url)
+        return await answer(job, shape)
 
     return made
 
 
 async def response(data: bytes, service: Service) -> Struct:
-    return await (
-        await responses.prepare(checked(data, responses_protocol.ResponsesRequest, service), service)
-    ).answer()
+    body = checked(data, "/v1/responses", responses_protocol.ResponsesRequest, service)
+    refuse_state(body)
+    if body.store:
+        bodies.tell({"store": NOTHING_KEPT}, service.told, "/v1/responses")
+    return await responses.prepare(body, service).answer()
 
 
-def checked(data: bytes, kind: type, service: Service) -> Any:
-    body = protocol.parse(data, kind)
+def checked(data: bytes, url: str, kind: type, service: Service) -> Any:
+    ignored: bodies.Ignored = {}
+    body = bodies.parse(data, kind, ignored)
+    bodies.tell(ignored, service.told, url)
     service.check_model(body.model)
     if body.stream:
         raise BadRequest("stream does not go with a batch", "stream")
@@ -218,8 +273,8 @@ def checked(data: bytes, kind: type, service: Service) -> Any:
 
 
 URLS: dict[str, Callable[[bytes, Service], Awaitable[Any]]] = {
-    "/v1/chat/completions": generating(protocol.ChatRequest, chat.prepare),
-    "/v1/completions": generating(protocol.CompletionRequest, completions.prepare),
+    "/v1/chat/completions": generating("/v1/chat/completions", protocol.ChatRequest, chat.prepare),
+    "/v1/completions": generating("/v1/completions", protocol.CompletionRequest, completions.prepare),
     "/v1/responses": response,
 }
 

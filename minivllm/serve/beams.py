@@ -11,11 +11,10 @@ from typing import Any
 from minivllm.errors import BadRequest
 from minivllm.request import MAX_LOGPROBS, BeamSearchParams, SamplingParams
 from minivllm.serve.protocol import Sampling
-from minivllm.serve.structured import structured_params
 
 MAX_WIDTH = MAX_LOGPROBS // 2
 HONOURED = {"n", "max_tokens", "ignore_eos", "seed"}  # a search draws nothing, so that any seed gives what it promises
-REFUSED = {*SamplingParams.__struct_fields__, "stream", "top_logprobs", "tools"} - HONOURED
+REFUSED = {*SamplingParams.__struct_fields__, "stream", "top_logprobs", "tools", "thinking_token_budget"} - HONOURED
 ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {  # beside null, false and nothing at all
     "temperature": (0, 1),  # vLLM V0 insisted on the 0
     "top_p": (1,),
@@ -36,7 +35,7 @@ def beam_search(body: Sampling, max_tokens: int) -> BeamSearchParams:
         nothing = value is None or value is False or value in ASKS_FOR_NOTHING.get(name, ("", [], {}))
         if not nothing or (name == "skip_special_tokens" and value is False):
             raise BadRequest(f"{name} does not go with use_beam_search", name)
-    if (structured := structured_params(body)) is not None:
+    if (structured := body.structured()) is not None:
         name = structured.field.partition(".")[0]
         raise BadRequest(f"{name} does not go with use_beam_search", name)
     width = 1 if body.n is None else body.n

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
+from minivllm.engine import template_child
+from minivllm.engine.content_format import joined
 from minivllm.engine.output import CompletionOutput, Logprob, RequestOutput
-from minivllm.errors import BadRequest
+from minivllm.errors import BadRequest, ModelError
 from minivllm.request import SamplingParams
+from minivllm.serve import price
 from minivllm.serve.beams import beam_search
 from minivllm.serve.generation import (
     Job,
     Prompt,
     Service,
     check_context,
+    check_logprobs,
     finite,
+    is_shown,
     new_id,
     prompt_logprobs,
     tokenize,
+    truncated,
     wants_tokens,
+    with_nulls,
 )
 from minivllm.serve.protocol import (
+    NO_EFFORT,
     CalledTool,
     ChatChoice,
     ChatChunk,
@@ -30,25 +41,40 @@ from minivllm.serve.protocol import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     ChatRequest,
     Message,
+    ReasoningTokens,
     TokenLogprob,
     TopLogprob,
     Usage,
     now,
 )
-from minivllm.serve.tools.answer import ToolAnswer
+from minivllm.serve.reasoning.ask import (
+    Thinking,
+    budget,
+    effort_variables,
+    pattern_of,
+    special_id,
+    thinking,
+    with_thinking,
+)
+from minivllm.serve.tools.answer import Answer, PlainAnswer, ToolAnswer
 from minivllm.serve.tools.ask import ToolUse, asked, enforced
+from minivllm.serve.tools.forms import Writing
 from minivllm.serve.tools.parsers import ArgumentsParser, ArrayParser, ToolParser
 from minivllm.structured.params import StructuredParams
 
+MAX_TEMPLATE_CHARS = 2**16  # of a request's own; those of models have a few thousand
+WHOLE = ("prompt_token_ids", "prompt_logprobs", "service_tier", "kv_transfer_params")  # null where there is nothing
 RESERVED = {"self", "template", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+RESERVED |= {"run"}
 
 
-async def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
+def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
     if body.top_logprobs is not None and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
+    if body.logprob_token_ids and not body.logprobs:
+        raise BadRequest("logprob_token_ids needs logprobs=true", "logprob_token_ids")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise BadRequest("max_tokens is the older name of max_completion_tokens: give one of them", "max_tokens")
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -57,12 +83,30 @@ async def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
     use = asked(body)
     parser = find_parser(use, service)
     params = for_tools(params, use, parser, service)
-    prompt = await tokenize(service, render(body, use, service), add_special_tokens=False)
+    text = rendered(body, use, service)
+    prompt = tokenize(service, text, add_special_tokens=False)
+    prompt = truncated(prompt, body, max_tokens, service)
     check_context(service, [prompt], max_tokens, "messages", name)
+    reports = {"top_logprobs": body.top_logprobs, "prompt_logprobs": body.prompt_logprobs}
+    check_logprobs(service, reports, [prompt])
+    thought, tokenizer = thinking(body, text, service.reasoning_parser), service.engine.tokenizer
+    if thought is not None:
+        params = with_thinking(params, thought, budget(body), use.mode == "auto", tokenizer)
     if body.use_beam_search:
-        params = beam_search(body, max_tokens or service.engine.max_model_len - len(prompt.token_ids))
-    job = Job(service, new_id("chatcmpl"), [prompt], params, body)
-    return job, ChatShape(job.id, service, body, lambda: parser and ToolAnswer(parser(use.names), use.parallel))
+        room = service.engine.max_model_len - len(prompt.token_ids)
+        params = beam_search(body, min(max_tokens or room, room))
+    job = Job(service, new_id("chatcmpl", body.request_id), [prompt], params, body)
+    price.check(job, price.Names("messages", name, "top_logprobs"))
+    job.ignored = ignored_effort(body, service)
+    if thought is not None:
+        job.thinking, job.usage.completion_tokens_details = thought.tokens(tokenizer), ReasoningTokens()
+    return job, ChatShape(job.id, service, body, partial(make_answer, use, parser, thought))
+
+
+def make_answer(use: ToolUse, parser: type[ToolParser] | None, thought: Thinking | None) -> Answer:
+    """That reads one choice: thinking first, calls in what is none."""
+    rest = PlainAnswer() if parser is None else ToolAnswer(parser(use.schemas), use.parallel)
+    return rest if thought is None else thought.answer(rest)
 
 
 def find_parser(use: ToolUse, service: Service) -> type[ToolParser] | None:
@@ -78,16 +122,51 @@ def find_parser(use: ToolUse, service: Service) -> type[ToolParser] | None:
 def for_tools(
     params: SamplingParams, use: ToolUse, parser: type[ToolParser] | None, service: Service
 ) -> SamplingParams:
-    """With the grammar of a forced call, and with special tokens in the text if a call's markers are such."""
-    if parser is not None and params.structured is not None:
-        why = "an answer held to it could hold no calls as well"
-        raise BadRequest(f'{params.structured.field}: {why}; use it with tool_choice "none"', params.structured.field)
+    """With the grammar of a forced call, or, where the model may call, with a way out of the grammar that its answer is
+    held to; and with special tokens in the text if a call's markers are such."""
+    special = partial(special_id, service.engine.tokenizer)
     if (schema := enforced(use)) is not None:
         params = params.replace(structured=StructuredParams(json=schema, disable_any_whitespace=True, field=use.field))
-    tokenizer = service.engine.tokenizer
-    markers = [tokenizer.encode(marker, add_special_tokens=False) for marker in (parser.markers if parser else ())]
-    hidden = any(len(ids) == 1 and ids[0] in tokenizer.special_ids for ids in markers)
+    elif parser is not None and params.structured is not None:
+        params = params.replace(structured=beside_calls(params.structured, use, parser, special))
+    hidden = any(special(marker) is not None for marker in (parser.markers if parser else ()))
     return params.replace(skip_special_tokens=False) if hidden else params
+
+
+def beside_calls(
+    structured: StructuredParams, use: ToolUse, parser: type[ToolParser], special: Callable[[str], int | None]
+) -> StructuredParams:
+    """With calls that follow their functions' schemas; where the format is none of JSON, with what a call begins with,
+    behind which it is free."""
+    specials = {marker: token for marker in parser.markers if (token := special(marker)) is not None}
+    writing = Writing(use, partial(pattern_of, specials=specials))
+    forms = tuple(parser.forms(writing))
+    if any(len(form) > 1 for form in forms):
+        return msgspec.structs.replace(structured, calls=writing.calls(forms))
+    escapes = tuple(specials.get(text, text) for (texts,) in forms for text in texts)
+    return msgspec.structs.replace(structured, escapes=escapes)
+
+
+def rendered(body: ChatRequest, use: ToolUse, service: Service) -> str:
+    """By the model's template, or by the request's, in a process of its own: how long that takes is up to the client,
+    so no loop waits for it (bodies.taken)."""
+    if body.chat_template is None:
+        return render(body, use, service)
+    check_template(body.chat_template, service)
+    try:
+        return render(body, use, service)
+    except ModelError as error:
+        raise BadRequest(f"chat_template: {error}", "chat_template") from None
+
+
+def check_template(source: str, service: Service) -> None:
+    if not service.trust_templates:
+        why = (
+            "a request's own chat template is not run here: the server's option --trust-request-chat-template allows it"
+        )
+        raise BadRequest(why, "chat_template")
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise BadRequest(f"chat_template has {len(source)} characters; {MAX_TEMPLATE_CHARS} at most", "chat_template")
 
 
 def render(body: ChatRequest, use: ToolUse, service: Service) -> str:
@@ -100,13 +179,35 @@ def render(body: ChatRequest, use: ToolUse, service: Service) -> str:
         raise BadRequest(f"continue_final_message {why}", "continue_final_message")
     if reserved := RESERVED & set(body.chat_template_kwargs or {}):
         raise BadRequest(f"chat_template_kwargs may not set {sorted(reserved)[0]}", "chat_template_kwargs")
+    variables = service.engine.tokenizer.template_variables
     return service.engine.tokenizer.apply_chat_template(
         [as_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
         add_generation_prompt=add_prompt,
         continue_final_message=goes_on,
         tools=use.for_template(),
-        **(body.chat_template_kwargs or {}),
+        template=body.chat_template,
+        run=None if body.chat_template is None else template_child.render,
+        **(effort_variables(body.reasoning_effort, variables) | (body.chat_template_kwargs or {})),
     )
+
+
+def last_message(body: ChatRequest) -> str:
+    """What `echo` repeats: the last message, if the answer is of its role (vLLM). That is the assistant's, or any where
+    the prompt does not end with who speaks."""
+    message = body.messages[-1]
+    if message.role != "assistant" and body.add_generation_prompt is not False:
+        return ""
+    content = as_template_message(message, "")["content"]
+    return content if isinstance(content, str) else joined(content)
+
+
+def ignored_effort(body: ChatRequest, service: Service) -> dict[str, str]:
+    """The field and the reason, if the chat template has no use for the effort that is asked for."""
+    variables = service.engine.tokenizer.template_variables
+    asks_for_nothing = body.reasoning_effort == "none" and service.reasoning_parser is None
+    if body.reasoning_effort is None or asks_for_nothing or effort_variables(body.reasoning_effort, variables):
+        return {}
+    return {"reasoning_effort": NO_EFFORT}
 
 
 def as_template_message(message: Message, path: str) -> dict[str, Any]:
@@ -117,13 +218,14 @@ def as_template_message(message: Message, path: str) -> dict[str, Any]:
             if part.type != "text" or part.text is None:
                 where = f"{path}.content[{i}]"
                 raise BadRequest(f'{where}: only parts of type "text", with a text, are supported', where)
-        content = "\n".join(part.text for part in content)
+        content = [{"type": "text", "text": part.text} for part in content]
     if content is None and not message.tool_calls:
         raise BadRequest(f"{path}.content is missing", f"{path}.content")
     optional = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "tool_calls": [as_template_call(call) for call in message.tool_calls or ()],
+        "reasoning_content": message.reasoning_content or message.reasoning,
     }
     return {"role": role, "content": content or ""} | {key: value for key, value in optional.items() if value}
 
@@ -134,24 +236,25 @@ def as_template_call(call: CalledTool) -> dict[str, Any]:
 
 
 class ChatShape:
-    def __init__(self, id: str, service: Service, body: ChatRequest, make_tool_answer: Callable[[], ToolAnswer | None]):
+    def __init__(self, id: str, service: Service, body: ChatRequest, make_answer: Callable[[], Answer]):
         self.id, self.model, self.body, self.created = id, service.answers_as(body), body, now()
-        self.tokenizer = service.engine.tokenizer
+        self.tokenizer, self.fingerprint = service.engine.tokenizer, service.fingerprint
         self.prompt_token_ids: list[int] | UnsetType = UNSET  # to go with the next chunk
-        self.make_tool_answer = make_tool_answer
-        self.tool_answers: dict[int, ToolAnswer | None] = {}  # of a stream, by choice
+        self.echoed = last_message(body) if body.echo else ""
+        self.make_answer = make_answer
+        self.answers: defaultdict[int, Answer] = defaultdict(make_answer)  # of a stream, by choice
 
     def opening(self, choice: int, prompt: Prompt, output: RequestOutput) -> ChatChunkChoice:
         if self.body.return_token_ids and choice == 0:
             self.prompt_token_ids = prompt.token_ids
-        return ChatChunkChoice(index=choice, delta=ChatDelta(role="assistant", content=""))
+        return ChatChunkChoice(index=choice, delta=ChatDelta(role="assistant", content=self.echoed))
 
     def deltas(self, choice: int, out: CompletionOutput) -> list[ChatChunkChoice]:
         """One for text, one for each part of a call; tokens and logprobs go with the first."""
-        if (answer := self._tool_answer(choice)) is not None:
-            deltas = answer.deltas(out.text, finished=out.finished)
-        else:
-            deltas = [ChatDelta(content=out.text)] if out.text else []
+        answer = self.answers[choice]
+        deltas = answer.deltas(out.text, finished=out.finished)
+        if not deltas and isinstance(answer, PlainAnswer) and is_shown(out):
+            deltas = [ChatDelta(content="")]
         if not deltas and not wants_tokens(self.body, out):
             return []
         first, *more = deltas or [ChatDelta()]
@@ -161,27 +264,23 @@ class ChatShape:
         ]
 
     def ending(self, choice: int, out: CompletionOutput) -> ChatChunkChoice:
-        answer, reason = self._tool_answer(choice), out.finish_reason
-        reason = answer.finish_reason(reason) if answer else reason
+        reason = self.answers[choice].finish_reason(out.finish_reason)
         return ChatChunkChoice(index=choice, finish_reason=reason, stop_reason=out.stop_reason)
 
     def whole(self, choice: int, prompt: Prompt, output: RequestOutput, out: CompletionOutput) -> ChatChoice:
-        message, reason = ChatMessage(out.text), out.finish_reason
-        if (answer := self.make_tool_answer()) is not None:
-            message, reason = answer.message(out.text), answer.finish_reason(reason)
-        return ChatChoice(
+        answer = self.make_answer()
+        message = answer.message(out.text)
+        if self.echoed:
+            message.content = self.echoed + (message.content or "")
+        made = ChatChoice(
             index=choice,
             message=message,
             logprobs=self._logprobs(out),
-            finish_reason=reason,
+            finish_reason=answer.finish_reason(out.finish_reason),
             stop_reason=out.stop_reason,
             token_ids=self._token_ids(out),
         )
-
-    def _tool_answer(self, choice: int) -> ToolAnswer | None:
-        if choice not in self.tool_answers:
-            self.tool_answers[choice] = self.make_tool_answer()
-        return self.tool_answers[choice]
+        return with_nulls(made, ("token_ids",))
 
     def wrap(
         self,
@@ -190,6 +289,7 @@ class ChatShape:
         outputs: list[RequestOutput] | None = None,
     ) -> ChatChunk | ChatCompletion:
         common = {"id": self.id, "model": self.model, "created": self.created, "choices": choices, "usage": usage}
+        common["system_fingerprint"] = self.fingerprint
         if outputs is None:
             prompt_token_ids, self.prompt_token_ids = self.prompt_token_ids, UNSET
             return ChatChunk(**common, prompt_token_ids=prompt_token_ids)
@@ -197,7 +297,7 @@ class ChatShape:
             common["prompt_token_ids"] = outputs[0].prompt_token_ids
         if self.body.prompt_logprobs is not None:
             common["prompt_logprobs"] = prompt_logprobs(outputs[0])
-        return ChatCompletion(**common)
+        return with_nulls(ChatCompletion(**common), WHOLE)
 
     def _logprobs(self, out: CompletionOutput) -> ChatLogprobs | None:
         if out.logprobs is None:
@@ -207,10 +307,18 @@ class ChatShape:
     def _position(self, taken: int, position: dict[int, Logprob]) -> TokenLogprob:
         def triple(token: int) -> tuple[str, float, list[int]]:
             lp = position[token]
-            return lp.decoded_token, finite(lp.logprob), list(self.tokenizer.token_bytes(token))
+            name = f"token_id:{token}" if self.body.return_tokens_as_token_ids else lp.decoded_token
+            return name, finite(lp.logprob), list(self.tokenizer.token_bytes(token))
 
-        likeliest = sorted(position, key=lambda token: -position[token].logprob)[: self.body.top_logprobs or 0]
-        return TokenLogprob(*triple(taken), [TopLogprob(*triple(token)) for token in likeliest])
+        return TokenLogprob(*triple(taken), [TopLogprob(*triple(token)) for token in self._rivals(position)])
+
+    def _rivals(self, position: dict[int, Logprob]) -> list[int]:
+        """The tokens of a position that are named beside the one taken: the likeliest, of which it may be one; or those
+        that the request has chosen, behind it."""
+        if self.body.logprob_token_ids:
+            return list(position)
+        num = self.body.top_logprobs or 0
+        return sorted(position, key=lambda token: -position[token].logprob)[: len(position) if num == -1 else num]
 
     def _token_ids(self, out: CompletionOutput) -> list[int] | UnsetType:
         return list(out.token_ids) if self.body.return_token_ids else UNSET

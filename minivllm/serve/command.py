@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from minivllm import logs, waiting
-from minivllm.cli import (
+from minivllm.config import DEFAULT_MODEL, EngineConfig
+from minivllm.engine.content_format import FORMATS
+from minivllm.errors import ModelError
+from minivllm.pooling.task import GENERATE
+from minivllm.serve import access, hosts, operate, reasoning
+from minivllm.serve.tools import TOOL_PARSERS, choose
+from minivllm.terminal import (
     Parser,
     add_engine_options,
     engine_options,
@@ -24,29 +30,35 @@ from minivllm.cli import (
     interrupts_end_at_once,
     print_table,
 )
-from minivllm.config import DEFAULT_MODEL, EngineConfig
-from minivllm.pooling.task import GENERATE
-from minivllm.serve import access, operate
-from minivllm.serve.tools import TOOL_PARSERS, choose
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from minivllm.engine.async_llm import AsyncLLM
-    from minivllm.engine.async_pooler import AsyncPooler
+    from minivllm.engine.tokenizer import TextTokenizer
     from minivllm.serve.rpc.server import GrpcServer
-    from minivllm.serve.tools import Choice
+
+    Row = tuple[str, str, str]  # of the table at the start: what, value, why
 
 logger = logging.getLogger("minivllm.serve")
+
+ORDER = {
+    "fcfs": "first come, first served",
+    "priority": "as requests say",
+    "fair": "clients in turn: API keys, or addresses where there are none",
+}
+HOST, PORT = "127.0.0.1", 8000
 
 CORE = {"process": "no step waits for HTTP or text", "inproc": "one process: a step waits for HTTP and text"}
 
 EXAMPLES = """examples:
-  python -m minivllm.serve                                        the default model, on http://127.0.0.1:8000
-  python -m minivllm.serve --model ./my-llama --dtype bfloat16    a local Hugging Face folder
-  python -m minivllm.serve --model minilm                         embeddings, scores and reranking
-  python -m minivllm.serve --model dummy:tiny --port 9000         random weights, to try the server itself
-  python -m minivllm.serve --set kv.prefix=none --trace run.jsonl an option of the feature table; record the run
+  minivllm serve                                         the default model, on http://127.0.0.1:8000
+  minivllm serve ./my-llama --dtype bfloat16             a local Hugging Face folder, or a .gguf file
+  minivllm serve minilm                                  embeddings, scores and reranking
+  minivllm serve dummy:tiny --port 9000                  random weights, to try the server itself
+  minivllm serve --set kv.prefix=none --trace run.jsonl  an option of the feature table; record the run
+
+The same without the console command: python -m minivllm.serve --model minilm
 
 then:
   curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
@@ -60,11 +72,16 @@ def main(argv: Sequence[str], prog: str = "python -m minivllm serve") -> int:
         fail(f"--api-servers {args.api_servers}: must be at least 1")
     options = operate.engine_options(args, lora_options(args, engine_options(args)))
     app_options, tls = access.app_options(args) | operate.app_options(args), access.tls_options(args)
+    read_template(args.chat_template)
+    operate.check_store(args)
     if args.grpc_port is not None:
         check_grpc(args)
-    listener = bind(args.host, args.port)
-    for warning in access.warnings(listener.getsockname()[0], app_options["api_keys"], bool(tls)):
-        logger.warning(warning)
+    listener = take_address(args)
+    bound = "" if listener.family == socket.AF_UNIX else listener.getsockname()[0]
+    app_options["host_names"] = hosts.names(args.allowed_host, args.host, bound)
+    if bound:
+        for warning in access.warnings(bound, access.keys_of(args), bool(tls)):
+            logger.warning(warning)
     if args.api_servers == 1:
         with listener:
             return serve(args, options, listener, app_options, tls)
@@ -77,17 +94,23 @@ def parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description=f"Serve a model over OpenAI's HTTP protocol ({DEFAULT_MODEL} by default).")
     parser.epilog = EXAMPLES
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every network (127.0.0.1)")
-    group.add_argument("--port", default=8000, type=int, help="0: any free one (8000)")
-    what = "server processes on the one port, for one engine in a process of its own; limits such as --rate-limit and"
-    group.add_argument(
-        "--api-servers", default=1, type=int, metavar="N", help=f"{what} --max-waiting are each server's own (1)"
-    )
+    group.add_argument("--host", default=HOST, help="address to listen on; 0.0.0.0: every network (127.0.0.1)")
+    group.add_argument("--port", default=PORT, type=int, help=f"0: any free one ({PORT})")
+    what = "listen on a socket in the file system and on no port; who may connect is up to its folder and the umask"
+    group.add_argument("--uds", type=Path, metavar="PATH", help=f"{what} (off)")
+    what = "server processes on the one port, for one engine in a process of its own; they count together for limits"
+    group.add_argument("--api-servers", default=1, type=int, metavar="N", help=f"{what} (1)")
     what = "serve minivllm/serve/rpc/generate.proto over gRPC too; 0: any free one; needs the extra grpc"
     group.add_argument("--grpc-port", type=int, metavar="PORT", help=f"{what} (off)")
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests call it (--model)")
     access.add_options(parser.add_argument_group("access"))
     operate.add_options(parser.add_argument_group("operation"))
+    what = "a Jinja template in the place of the model's own"
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help=f"{what} (the model's)")
+    what = "how it gets a message's content: a string, or OpenAI's list of parts"
+    group.add_argument(
+        "--chat-template-content-format", choices=FORMATS, default="auto", help=f"{what} (auto: as it reads it)"
+    )
     parsers = ("auto", *TOOL_PARSERS.names())
     group.add_argument(
         "--tool-call-parser",
@@ -95,6 +118,14 @@ def parser(prog: str) -> Parser:
         default="auto",
         metavar="NAME",
         help=f"how the model writes tool calls: {', '.join(parsers)} (auto: as its chat template does)",
+    )
+    parsers = ("auto", "none", *reasoning.REASONING_PARSERS.names())
+    group.add_argument(
+        "--reasoning-parser",
+        choices=parsers,
+        default="auto",
+        metavar="NAME",
+        help=f"how the model writes what it thinks: {', '.join(parsers)} (auto: as its chat template does)",
     )
     group.add_argument(
         "--lora", action="append", default=[], metavar="NAME=FOLDER", help="load a LoRA adapter; may be repeated"
@@ -107,7 +138,7 @@ def parser(prog: str) -> Parser:
         type=Path,
         help="let clients load and unload adapters of this folder: /v1/load_lora_adapter (off)",
     )
-    add_engine_options(parser)
+    add_engine_options(parser, model_argument=True)
     return parser
 
 
@@ -131,6 +162,22 @@ def lora_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str,
     return {**options, "overrides": {**options["overrides"], **lora}}
 
 
+def read_template(path: Path | None) -> str | None:
+    """Exits for a file that is no template."""
+    if path is None:
+        return None
+    from minivllm.engine.chat_template import check
+
+    try:
+        source = path.read_text("utf-8")
+        check(source)
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"--chat-template {path}: {getattr(error, 'strerror', None) or 'is no text'}")
+    except ModelError as error:
+        fail(f"--chat-template {path}: {error}")
+    return source
+
+
 def check_grpc(args: argparse.Namespace) -> None:
     """Before anything is loaded. Exits if gRPC is not installed, or its port cannot be had."""
     from minivllm.serve.rpc.available import check
@@ -139,6 +186,19 @@ def check_grpc(args: argparse.Namespace) -> None:
     if args.grpc_port == 0 and args.api_servers > 1:
         fail(f"--grpc-port 0: with --api-servers {args.api_servers} name a port, since all of them serve on it")
     bind(args.host, args.grpc_port).close()
+
+
+def take_address(args: argparse.Namespace) -> socket.socket:
+    """A socket that owns what --uds, or --host and --port say, and does not listen yet. Exits if it cannot be had."""
+    if args.uds is None:
+        return bind(args.host, args.port)
+    if (args.host, args.port) != (HOST, PORT):
+        fail("--uds excludes --host and --port: the server listens on one of them")
+    if args.api_servers > 1:
+        fail(f"--uds: --api-servers {args.api_servers} cannot share a socket in the file system; they need a port")
+    from minivllm.serve import unix_socket
+
+    return unix_socket.bind(args.uds)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -184,17 +244,18 @@ def serve(
     begin = time.perf_counter()
     announce_loading(options)
     with interrupts_end_at_once():
-        from minivllm.serve.pooling import start
+        from minivllm.engine.async_llm import AsyncLLM
+        from minivllm.serve.pooling import for_serving
         from minivllm.serve.server import Server
 
-        engine = start(options)
+        engine = AsyncLLM(**for_serving(options, access.keys_of(args)))
     names = names_of(args, options)
-    app, tools = application(args, engine, names, app_options)
+    app, parsers = application(args, engine, names, app_options)
 
     grpc = grpc_server(args, app, tls)
 
     def announce() -> None:
-        report(engine, names, url_of(listener, bool(tls)), tools)
+        report(engine, names, url_of(listener, bool(tls)), parsers)
         announce_ready(begin, args, listener, bool(tls), grpc.port if grpc else None)
 
     try:
@@ -221,15 +282,23 @@ def announce_ready(
 ) -> None:
     seconds, url = time.perf_counter() - begin, url_of(listener, tls)
     grpc = "" if grpc_port is None else f"gRPC: port {grpc_port}   "
-    page = f"in a browser: {url}   " if args.page else ""
+    page = f"in a browser: {url}   " if args.page and args.uds is None else ""
     print(f"\nReady in {seconds:.1f} s: {url}/v1   ({grpc}{page}Ctrl-C stops)", flush=True)
 
 
 def refuse_for_pooling(args: argparse.Namespace, task: str) -> None:
     for flag, given, why in (
         ("--tool-call-parser", None if args.tool_call_parser == "auto" else args.tool_call_parser, "no tool is called"),
+        ("--reasoning-parser", None if args.reasoning_parser == "auto" else args.reasoning_parser, "no model thinks"),
+        ("--chat-template", args.chat_template, "no conversation becomes a prompt"),
+        (
+            "--chat-template-content-format",
+            None if args.chat_template_content_format == "auto" else args.chat_template_content_format,
+            "no conversation becomes a prompt",
+        ),
         ("--otlp-traces-endpoint", args.otlp_traces_endpoint, "requests have no spans"),
         ("--grpc-port", args.grpc_port, "generate.proto has nothing to ask for"),
+        ("--store-path", args.store_path, "there are no responses to keep"),
     ):
         if given is not None:
             fail(f"{flag} {given}: under model.task={task} {why}")
@@ -249,26 +318,47 @@ def names_of(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
 
 
 def url_of(listener: socket.socket, tls: bool) -> str:
+    """A socket in the file system as nginx writes it."""
+    scheme = "https" if tls else "http"
+    if listener.family == socket.AF_UNIX:
+        return f"{scheme}://unix:{listener.getsockname()}:"
     host, port = listener.getsockname()[:2]
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def use_template(tokenizer: TextTokenizer, args: argparse.Namespace) -> None:
+    if (template := read_template(args.chat_template)) is not None:
+        tokenizer.use_chat_template(template)
+    tokenizer.use_content_format(args.chat_template_content_format)
 
 
 def application(
-    args: argparse.Namespace, engine: AsyncLLM | AsyncPooler, names: Sequence[str], app_options: dict[str, Any]
-) -> tuple[Starlette, Choice]:
-    """The application over an engine that is ready, and how it reads tool calls."""
+    args: argparse.Namespace, engine: AsyncLLM, names: Sequence[str], app_options: dict[str, Any]
+) -> tuple[Starlette, list[Row]]:
+    """The application over an engine that is ready, and how it reads what the model writes."""
     from minivllm.engine.metrics import Metrics
     from minivllm.serve.app import create_app
     from minivllm.serve.telemetry import start as start_tracing
 
     if engine.task != GENERATE:
         refuse_for_pooling(args, engine.task)
-    tools, metrics = choose(args.tool_call_parser, engine.tokenizer), Metrics(names[0])
-    own = {"tool_parser": tools.parser, "lora_dirs": args.lora_dir, "tracing": start_tracing(args.otlp_traces_endpoint)}
-    return create_app(engine, metrics, names, **own, **app_options), tools
+    else:
+        use_template(engine.tokenizer, args)
+    tools = choose(args.tool_call_parser, engine.tokenizer)
+    thoughts = reasoning.choose(args.reasoning_parser, engine.tokenizer)
+    rows, metrics = [("tool calls", *tools[1:]), ("reasoning", *thoughts[1:])], Metrics(names[0])
+    own = {
+        "tool_parser": tools.parser,
+        "reasoning_parser": thoughts.parser,
+        "lora_dirs": args.lora_dir,
+        "tracing": start_tracing(args.otlp_traces_endpoint),
+    }
+    kept = operate.open_store(args) if engine.task == GENERATE else operate.Kept(None, "nowhere", "there are none")
+    rows.append(("responses are kept", kept.where, kept.why))
+    return create_app(engine, metrics, names, response_store=kept.store, **own, **app_options), rows
 
 
-def report(engine: AsyncLLM | AsyncPooler, names: Sequence[str], url: str, tools: Choice) -> None:
+def report(engine: AsyncLLM, names: Sequence[str], url: str, parsers: list[Row]) -> None:
     """One table: what is served, then each choice that was made for the user, with its reason."""
     if engine.task != GENERATE:
         from minivllm.serve.pooling import report as report_pooling
@@ -285,7 +375,8 @@ def report(engine: AsyncLLM | AsyncPooler, names: Sequence[str], url: str, tools
         ("dtype", info["dtype"], chosen.pop("model.dtype", "as configured")),
         *(("adapter", adapter.name, f"rank {adapter.rank}, {adapter.path}") for adapter in engine.list_loras()),
         ("KV blocks", blocks, chosen.pop("kv.num_blocks", "as configured")),
-        ("tool calls", tools.name, tools.reason),
+        *parsers,
+        ("order of service", config.scheduler.policy, ORDER[config.scheduler.policy]),
     ]
     rows += [decision for decision in engine.decisions if decision.field in chosen]
     print_table("minivllm", ("what", "value", "why"), rows)

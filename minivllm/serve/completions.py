@@ -9,8 +9,10 @@ from collections import defaultdict
 from msgspec import UNSET, UnsetType
 
 from minivllm.engine.output import CompletionOutput, Logprob, RequestOutput
+from minivllm.engine.prompt_embeds import KEY, check_params, embeds_of
 from minivllm.errors import BadRequest
 from minivllm.request import BeamSearchParams, SamplingParams
+from minivllm.serve import price
 from minivllm.serve.beams import beam_search
 from minivllm.serve.generation import (
     Job,
@@ -18,42 +20,84 @@ from minivllm.serve.generation import (
     Service,
     check_context,
     check_length,
+    check_logprobs,
     finite,
+    is_shown,
     new_id,
     prompt_logprobs,
     tokenize,
+    truncated,
     wants_tokens,
+    with_nulls,
 )
-from minivllm.serve.protocol import Completion, CompletionChoice, CompletionRequest, LegacyLogprobs, Usage, now
+from minivllm.serve.prompt_embeds import read_embeds
+from minivllm.serve.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    LegacyLogprobs,
+    PromptLogprobs,
+    Usage,
+    now,
+)
 
 DEFAULT_MAX_TOKENS = 16
-MAX_SEQUENCES = 2048  # of one request
+NAMES = price.Names("prompt", "max_tokens", "logprobs")
 Positions = list[dict[int, Logprob] | None]
 
 
-async def prepare(body: CompletionRequest, service: Service) -> tuple[Job, CompletionShape]:
+def prepare(body: CompletionRequest, service: Service) -> tuple[Job, CompletionShape]:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens=0 asks for nothing; with echo=true it scores the prompt", "max_tokens")
+    if body.logprob_token_ids and (body.logprobs is None or max_tokens == 0):
+        raise BadRequest("logprob_token_ids needs logprobs, and max_tokens above 0", "logprob_token_ids")
     params: SamplingParams | BeamSearchParams = body.sampling(max(1, max_tokens), body.logprobs)
     if body.use_beam_search:
         params = beam_search(body, max_tokens)
     elif body.stream and params.selects:
         raise BadRequest("best_of above n does not go with stream=true: the best are known at the end", "best_of")
     elif body.echo and body.logprobs is not None:
-        params = params.replace(prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    given = as_list(body.prompt)
-    if (num_sequences := len(given) * params.num_sequences) > MAX_SEQUENCES:
-        what = f"{len(given)} prompts with {params.num_sequences} outputs each are {num_sequences} sequences"
-        raise BadRequest(f"{what}; {MAX_SEQUENCES} at most in one request", "prompt")
-    prompts = [await as_prompt(item, service) for item in given]
+        params = params.replace(prompt_logprobs=larger(body.logprobs, body.prompt_logprobs or 0))
+    embeds = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds or []
+    given = as_list(body.prompt) if body.prompt or not embeds else []
+    price.check_sequences(len(embeds) + len(given), params.num_sequences, service.request_limits, "prompt")
+    prompts = as_vectors(embeds, body, params, service) if embeds else []
+    prompts += [as_prompt(item, body, max_tokens, service) for item in given]
     check_context(service, prompts, max_tokens, "prompt", "max_tokens")
-    job = Job(service, new_id("cmpl"), prompts, params, body, score_only=max_tokens == 0)
+    of_prompt = None if isinstance(params, BeamSearchParams) else params.prompt_logprobs
+    check_logprobs(service, {"logprobs": body.logprobs, "prompt_logprobs": of_prompt}, prompts)
+    job = Job(service, new_id("cmpl", body.request_id), prompts, params, body, score_only=max_tokens == 0)
+    price.check(job, NAMES)
     return job, CompletionShape(job.id, service, body)
 
 
-def as_list(prompt: str | list[str | int | list[int]], name: str = "prompt") -> list[str | list[int]]:
+def larger(*nums: int) -> int:
+    """Of numbers of log-probabilities, where -1 is all."""
+    return -1 if -1 in nums else max(nums)
+
+
+def as_vectors(
+    embeds: list[str], body: CompletionRequest, params: SamplingParams | BeamSearchParams, service: Service
+) -> list[Prompt]:
+    """Raises BadRequest, also for what needs to know a prompt's tokens."""
+    if not service.takes_embeds:
+        raise BadRequest("this server takes no prompt_embeds: start it with --enable-prompt-embeds", KEY)
+    if not (width := service.engine.info.get("embed_size", 0)):
+        raise BadRequest("this model takes no prompt_embeds", KEY)
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            raise BadRequest(f"{name} does not go with prompt_embeds: they have no tokens", name)
+    check_params(params.step if isinstance(params, BeamSearchParams) else params)
+    most = service.engine.max_model_len
+    found = (embeds_of({KEY: read_embeds(text, width, most)}, width, most) for text in embeds)
+    return [Prompt(each.token_ids, "", each) for each in found]
+
+
+def as_list(prompt: str | list[str | int | list[int]] | None, name: str = "prompt") -> list[str | list[int]]:
     """One prompt or several, by OpenAI's four forms. name: of the field."""
+    if prompt is None:
+        raise BadRequest(f"{name} is missing", name)
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
@@ -63,12 +107,17 @@ def as_list(prompt: str | list[str | int | list[int]], name: str = "prompt") -> 
     return [prompt] if kinds == {int} else prompt
 
 
-async def as_prompt(item: str | list[int], service: Service) -> Prompt:
+def as_prompt(item: str | list[int], body: CompletionRequest, max_tokens: int, service: Service) -> Prompt:
+    """Raises ApiError 400 for one that is too long: those behind it are not looked at."""
     if isinstance(item, str):
-        return await tokenize(service, item, add_special_tokens=True)
+        prompt = tokenize(service, item, add_special_tokens=body.add_special_tokens is not False)
+        prompt = truncated(prompt, body, max_tokens, service)
+        check_length(service, len(prompt.token_ids), "prompt")
+        return prompt
     check_length(service, len(item), "prompt")
     check_ids(item, service, "prompt")
-    return Prompt(item, service.engine.tokenizer.decode(item, skip_special_tokens=False))
+    prompt = Prompt(item, service.engine.tokenizer.decode(item, skip_special_tokens=False))
+    return truncated(prompt, body, max_tokens, service)
 
 
 def check_ids(token_ids: list[int], service: Service, param: str) -> None:
@@ -80,9 +129,12 @@ def check_ids(token_ids: list[int], service: Service, param: str) -> None:
 class CompletionShape:
     def __init__(self, id: str, service: Service, body: CompletionRequest):
         self.id, self.model, self.body, self.created = id, service.answers_as(body), body, now()
-        self.tokenizer = service.engine.tokenizer
+        self.tokenizer, self.fingerprint = service.engine.tokenizer, service.fingerprint
         self.offsets: dict[int, Offset] = defaultdict(Offset)  # by choice
-        self.positions: dict[int, Positions] = {}  # prompt logprobs, by prompt
+        self.names: dict[int, str] = {}  # of tokens
+        # By prompt, for all of its choices; a stream brings them once, with the first.
+        self.echoed: dict[int, tuple[LegacyLogprobs, Offset]] = {}
+        self.scored: dict[int, PromptLogprobs] = {}
 
     def opening(self, choice: int, prompt: Prompt, output: RequestOutput) -> CompletionChoice | None:
         if not (self.body.echo or self.body.return_token_ids):
@@ -91,11 +143,11 @@ class CompletionShape:
         if self.body.echo:
             made.text, made.logprobs = prompt.text, self._prompt_logprobs(choice, prompt, output)
         if self.body.return_token_ids:
-            made.prompt_token_ids = prompt.token_ids
+            made.prompt_token_ids, made.token_ids = prompt.token_ids, []
         return made
 
     def deltas(self, choice: int, out: CompletionOutput) -> list[CompletionChoice]:
-        return [self._delta(choice, out)] if out.text or wants_tokens(self.body, out) else []
+        return [self._delta(choice, out)] if is_shown(out) or wants_tokens(self.body, out) else []
 
     def _delta(self, choice: int, out: CompletionOutput) -> CompletionChoice:
         return CompletionChoice(
@@ -103,7 +155,8 @@ class CompletionShape:
         )
 
     def ending(self, choice: int, out: CompletionOutput) -> CompletionChoice:
-        return CompletionChoice(index=choice, finish_reason=out.finish_reason, stop_reason=out.stop_reason)
+        reasons = {"finish_reason": out.finish_reason, "stop_reason": out.stop_reason}
+        return CompletionChoice(index=choice, token_ids=self._token_ids(out), **reasons)
 
     def whole(self, choice: int, prompt: Prompt, output: RequestOutput, out: CompletionOutput) -> CompletionChoice:
         opening, made = self.opening(choice, prompt, output), self._delta(choice, out)
@@ -113,8 +166,9 @@ class CompletionShape:
             made.logprobs = joined(opening.logprobs, made.logprobs)
             made.prompt_token_ids = opening.prompt_token_ids
         if self.body.prompt_logprobs is not None:
-            made.prompt_logprobs = prompt_logprobs(output)
-        return made
+            number = self._prompt_number(choice)
+            made.prompt_logprobs = self.scored[number] = self.scored.get(number) or prompt_logprobs(output)
+        return with_nulls(made, ("token_ids", "prompt_token_ids", "prompt_logprobs"))
 
     def wrap(
         self,
@@ -122,7 +176,9 @@ class CompletionShape:
         usage: Usage | None | UnsetType,
         outputs: list[RequestOutput] | None = None,
     ) -> Completion:
-        return Completion(id=self.id, model=self.model, created=self.created, choices=choices, usage=usage)
+        common = {"id": self.id, "model": self.model, "created": self.created, "system_fingerprint": self.fingerprint}
+        made = Completion(**common, choices=choices, usage=usage)
+        return made if outputs is None else with_nulls(made, ("service_tier", "kv_transfer_params"))
 
     def _token_ids(self, out: CompletionOutput) -> list[int] | UnsetType:
         return list(out.token_ids) if self.body.return_token_ids else UNSET
@@ -130,30 +186,49 @@ class CompletionShape:
     def _prompt_logprobs(self, choice: int, prompt: Prompt, output: RequestOutput) -> LegacyLogprobs | None:
         if self.body.logprobs is None:
             return None
-        # A stream brings them once, for the first of the n choices.
-        number = choice // (self.body.n or 1)
-        positions = self.positions.setdefault(number, output.prompt_logprobs)
-        return self._legacy(choice, prompt.token_ids, positions, frozenset())
+        number = self._prompt_number(choice)
+        if number not in self.echoed:
+            offset = Offset()
+            legacy = self._legacy(offset, prompt.token_ids, output.prompt_logprobs, frozenset())
+            self.echoed[number] = legacy, offset
+        legacy, offset = self.echoed[number]
+        self.offsets[choice] = offset.copy()
+        return legacy
+
+    def _prompt_number(self, choice: int) -> int:
+        return choice // (self.body.n or 1)
 
     def _logprobs(self, choice: int, out: CompletionOutput) -> LegacyLogprobs | None:
         hidden = frozenset() if self.body.skip_special_tokens is False else self.tokenizer.special_ids
-        return None if out.logprobs is None else self._legacy(choice, out.token_ids, out.logprobs, hidden)
+        if out.logprobs is None:
+            return None
+        return self._legacy(self.offsets[choice], out.token_ids, out.logprobs, hidden)
 
-    def _legacy(self, choice: int, tokens: list[int], positions: Positions, hidden: frozenset[int]) -> LegacyLogprobs:
-        """hidden: tokens that the text does not show. A prompt's first token has no log-probability."""
+    def _legacy(
+        self, offset: Offset, tokens: list[int], positions: Positions, hidden: frozenset[int]
+    ) -> LegacyLogprobs:
+        """hidden: tokens that the text does not show. A prompt's first token has no log-probability. Of a position the
+        token itself comes first, then the likeliest, as in vLLM."""
         legacy = LegacyLogprobs()
         for token, position in zip(tokens, positions, strict=True):
-            likely = sorted(position.items(), key=lambda item: -item[1].logprob) if position else []
+            likely = sorted((position or {}).items(), key=lambda item: (item[0] != token, -item[1].logprob))
             legacy.tokens.append(self._name(token))
             legacy.token_logprobs.append(finite(position[token].logprob) if position else None)
             legacy.top_logprobs.append({self._name(t): finite(lp.logprob) for t, lp in likely} or None)
             shown = b"" if token in hidden else self.tokenizer.token_bytes(token)
-            legacy.text_offset.append(self.offsets[choice].advance(shown))
+            legacy.text_offset.append(offset.advance(shown))
         return legacy
 
     def _name(self, token: int) -> str:
+        if (name := self.names.get(token)) is None:
+            name = self.names[token] = self._find_name(token)
+        return name
+
+    def _find_name(self, token: int) -> str:
         """The token's text. A part of a character is named as OpenAI does, "bytes:\\xe2": as U+FFFD, all such tokens
         would be one key of top_logprobs."""
+        if self.body.return_tokens_as_token_ids:
+            return f"token_id:{token}"
         data = self.tokenizer.token_bytes(token)
         try:
             return data.decode()
@@ -167,6 +242,12 @@ class Offset:
     def __init__(self) -> None:
         self.num_chars = 0
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def copy(self) -> Offset:
+        made = Offset()
+        made.num_chars = self.num_chars
+        made.decoder.setstate(self.decoder.getstate())
+        return made
 
     def advance(self, token_bytes: bytes) -> int:
         begin = self.num_chars

@@ -1,7 +1,8 @@
 """The HTTP side of a request's life: its body is read up to a limit, and its work ends when the client leaves.
 
 Invariant: the work of a response never outlives its connection. Each response runs under `watched`, which waits for the
-work, the client's disconnect and the server's closing at once, and cancels the work on the latter two.
+work, the client's disconnect, the server's closing and the request's deadline at once, and cancels the work on all but
+the first. Only what was asked for in the background outlives it (response_shelf.py), and never the server.
 """
 
 from __future__ import annotations
@@ -9,19 +10,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minivllm.serve import errors
+from minivllm.serve import errors, json_pieces
+from minivllm.serve.deadline import Deadline
+from minivllm.serve.off_loop import SHORT, by_size, client_of
 from minivllm.serve.patience import SLOWEST
 
 R = TypeVar("R")
 LONGEST_LENGTH = 18  # digits: a longer number is no size of anything, and slow to read
 UNTOLD = ("", "application/x-www-form-urlencoded", "text/plain")
+SAY_JSON = "curl says so with -H 'content-type: application/json'"
+
+
+def reply(data: object, status: int = 200) -> Response:
+    """JSON that is there already; of what takes time, JSONAnswer."""
+    return Response(msgspec.json.encode(data), status, media_type="application/json")
 
 
 async def read_body(request: Request) -> bytes:
@@ -48,34 +58,58 @@ async def read_body(request: Request) -> bytes:
 def _check_media_type(headers: Headers) -> None:
     """JSON, or what a tool that was told nothing calls it (curl -d: a form). A page in a browser may send only such
     types to a server that has not asked for it (CORS), so from there it must be JSON."""
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(headers)
     is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
     if not is_json and (kind not in UNTOLD or "origin" in headers):
         raise errors.ApiError(
-            415, f"the body must be application/json, not {kind[:100]}", code="unsupported_media_type"
+            415, f"the body must be application/json, not {kind[:100]}; {SAY_JSON}", code="unsupported_media_type"
         )
     if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
         raise errors.ApiError(415, f"content-encoding {coding[:100]} is not supported", code="unsupported_media_type")
 
 
-async def watched(work: Coroutine[Any, Any, R], receive: Receive, closing: asyncio.Future) -> R:
-    """The result of `work`. Raises ApiError 499 or 503, once the work has ended, if it had to be cancelled."""
+def media_type(headers: Headers) -> str:
+    """What the body is called."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def hint_at_type(headers: Headers) -> str:
+    """For who sent what is not JSON, and did not call it so."""
+    kind = media_type(headers)
+    return f". It is called {kind}, and should be application/json: {SAY_JSON}" if kind in UNTOLD[1:] else ""
+
+
+async def watched(work: Coroutine[Any, Any, R], receive: Receive, scope: Scope) -> R:
+    """The result of `work`. Raises ApiError 499, 503 or 504, once the work has ended, if it had to be cancelled."""
+    closing: asyncio.Future = scope["app"].state.closing
+    deadline: Deadline | None = scope["state"].get("deadline")
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    others = [asyncio.ensure_future(_disconnected(receive))]
+    if deadline is not None:
+        others.append(asyncio.ensure_future(deadline.passes()))
     try:
-        await asyncio.wait({task, gone, closing}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, closing, *others}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise errors.client_left() if gone.done() else errors.closing()
+        if others[0].done():
+            raise errors.client_left()
+        raise errors.closing() if closing.done() else deadline.error()
     finally:
-        gone.cancel()
-        task.cancel()
+        for other in (task, *others):
+            other.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def encoded(data: object, client: str) -> list[bytes]:
+    """As JSON, in pieces if that is long."""
+    if not json_pieces.is_long(data):
+        return [msgspec.json.encode(data)]
+    return await by_size(SHORT + 1, lambda: json_pieces.encode(data), client)
 
 
 class JSONAnswer:
@@ -85,16 +119,39 @@ class JSONAnswer:
         self.work, self.request_id = work, request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        result = await watched(self.work, receive, scope["app"].state.closing)
-        data = msgspec.json.encode(result)
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+        result = await watched(self.work, receive, scope)
+        *pieces, last = await encoded(result, client_of(scope.get("state", {})))
+        length = sum(map(len, pieces)) + len(last)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
         await send(_start(headers, self.request_id))
+        for piece in pieces:
+            await send(_more(piece))
+        await send({"type": "http.response.body", "body": last})
+
+
+class Bytes(NamedTuple):
+    data: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+
+
+class BytesAnswer:
+    """An ASGI response: bytes, once `work` has made them."""
+
+    def __init__(self, work: Coroutine[Any, Any, Bytes], request_id: str):
+        self.work, self.request_id = work, request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        data, headers = await watched(self.work, receive, scope)
+        length = (b"content-length", str(len(data)).encode())
+        await send(_start([(b"content-type", b"application/octet-stream"), length, *headers], self.request_id))
         await send({"type": "http.response.body", "body": data})
 
 
 class EventStream:
     """An ASGI response: server-sent events. An error before the first event is a plain error response; a later one is
     an event of its own, as OpenAI's clients expect. `on_error` makes it."""
+
+    media_type = b"text/event-stream; charset=utf-8"
 
     def __init__(
         self,
@@ -106,7 +163,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await watched(self._pump(send), receive, scope["app"].state.closing)
+            await watched(self._pump(send), receive, scope)
         except Exception as error:
             if not self.started:
                 raise
@@ -121,12 +178,17 @@ class EventStream:
             async for event in events:
                 if not self.started:
                     self.started = True
-                    await send(_start(SSE_HEADERS, self.request_id))
+                    await send(_start([(b"content-type", self.media_type), *STREAM_HEADERS], self.request_id))
                 await send(_more(event))
 
 
-SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+class LineStream(EventStream):
+    """JSON objects, one a line: Ollama's streams."""
+
+    media_type = b"application/x-ndjson"
+
+
+STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold the events back
 ]

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from minivllm import trace_recent
 from minivllm.errors import BadRequest
+from minivllm.serve.connection import reply
 
 DEFAULT_STEPS = 100
 
@@ -58,4 +59,4 @@ async def process(request: Request) -> Response:
         open_sequences=service.num_open,
         known_requests=service.engine.num_requests,
     )
-    return Response(msgspec.json.encode(state), media_type="application/json")
+    return reply(state)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -11,12 +11,15 @@ from starlette.types import ASGIApp
 
 from minivllm.errors import BadRequest
 from minivllm.pooling.text import Text
-from minivllm.serve import pooling, protocol
+from minivllm.serve import pooling
+from minivllm.serve.bodies import taken
 from minivllm.serve.completions import as_list
-from minivllm.serve.connection import JSONAnswer, read_body
+from minivllm.serve.connection import Bytes, BytesAnswer, JSONAnswer
 from minivllm.serve.generation import Service, new_id
-from minivllm.serve.pooling import PoolingBody, PoolingUsage
-from minivllm.serve.protocol import doc
+from minivllm.serve.off_loop import by_size
+from minivllm.serve.pooling import NO_CHAT, PoolingBody, PoolingUsage
+from minivllm.serve.protocol import TEXT_ONLY, doc, now, refused
+from minivllm.serve.vectors import BYTES_FORMATS, DType, Endianness, Wire, metadata, places
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,12 +33,28 @@ class EmbeddingRequest(PoolingBody, kw_only=True):
         doc("A text, texts, token ids, or lists of token ids. Token ids are taken as they are."),
     ]
     encoding_format: Annotated[
-        Literal["float", "base64"] | None, doc("base64: of float32 numbers, little-endian. null: float.")
+        Literal["float", "base64", "bytes", "bytes_only"] | None,
+        doc(
+            "null: float. vLLM's: bytes, all vectors back to back, and a header `metadata` says where each lies; "
+            "bytes_only, without that header."
+        ),
     ] = None
     dimensions: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         doc("Only so many numbers, at unit length again: for models trained for it (Matryoshka)."),
     ] = None
+    embed_dtype: Annotated[DType | None, doc("vLLM's: the numbers of base64 and bytes; null: float32.")] = None
+    endianness: Annotated[Endianness | None, doc("vLLM's: of those numbers; null: little.")] = None
+    add_special_tokens: Annotated[Any, refused("texts get the model's special tokens; give token ids", True)] = None
+    messages: Annotated[Any, refused(NO_CHAT)] = None
+    chat_template: Annotated[Any, refused(NO_CHAT)] = None
+    add_generation_prompt: Annotated[Any, refused(NO_CHAT, False)] = None
+    continue_final_message: Annotated[Any, refused(NO_CHAT, False)] = None
+    media_io_kwargs: Annotated[Any, refused(TEXT_ONLY, {})] = None
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.embed_dtype or "float32", self.endianness or "little")
 
 
 class Embedding(Struct):
@@ -52,34 +71,52 @@ class EmbeddingList(Struct):
 
 
 async def embeddings(request: Request) -> ASGIApp:
-    body, service = protocol.parse(await read_body(request), EmbeddingRequest), request.app.state.service
+    body, service = await taken(request, EmbeddingRequest), pooling.service_for(request)
     service.check_model(body.model)
-    service.engine.engine.check_dimensions(body.dimensions)
     texts = await texts_of(body, service)
-    return JSONAnswer(answer(body, service, texts), new_id("embd"))
+    id = new_id("embd")
+    if body.encoding_format in BYTES_FORMATS:
+        return BytesAnswer(bytes_answer(body, service, texts, id), id)
+    return JSONAnswer(answer(body, service, texts, id), id)
 
 
 async def texts_of(body: EmbeddingRequest, service: Service) -> list[Text]:
-    inputs = as_list(body.input, "input")
-    if len(inputs) > MAX_INPUTS:
-        raise BadRequest(f"input has {len(inputs)} texts; {MAX_INPUTS} at most", "input")
-    engine, limit = service.engine.engine, body.truncate_prompt_tokens
-    return await pooling.in_thread_if_long(
-        sum(map(len, inputs)), lambda: [engine.text(item, limit, "input") for item in inputs]
-    )
+    """Raises BadRequest, also for vectors of a length that there is none of."""
+    engine, limit = service.engine.texts, body.truncate_prompt_tokens
+    engine.check_dimensions(body.dimensions)
+
+    def tokenised() -> list[Text]:
+        inputs = as_list(body.input, "input")
+        if len(inputs) > MAX_INPUTS:
+            raise BadRequest(f"input has {len(inputs)} texts; {MAX_INPUTS} at most", "input")
+        return [engine.text(item, limit, "input") for item in inputs]
+
+    return await by_size(pooling.length_of(body.input), tokenised, service.client)
 
 
-async def answer(body: EmbeddingRequest, service: Service, texts: list[Text]) -> EmbeddingList:
-    vectors = await pooling.run(service, texts)
-    from minivllm.pooling.pool import cut  # with torch, which a server whose engine is a process of its own never needs
+async def answer(body: EmbeddingRequest, service: Service, texts: list[Text], id: str) -> EmbeddingList:
+    vectors = await pooling.run(service, texts, id, body.asked(body.dimensions))
+    write = body.wire.base64_of if body.encoding_format == "base64" else as_list_of_numbers
 
-    normalized = service.engine.engine.normalized
-    written = [write(cut(vector, body.dimensions, normalized), body.encoding_format) for vector in vectors]
-    data = [Embedding(i, vector) for i, vector in enumerate(written)]
+    def made() -> list[Embedding]:
+        return [Embedding(i, write(vector)) for i, vector in enumerate(vectors)]
+
+    data = await by_size(sum(map(len, vectors)), made, service.client)
     return EmbeddingList(data, service.model, pooling.usage_of(texts))
 
 
-def write(vector: np.ndarray, encoding: str | None) -> list[float] | str:
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+def as_list_of_numbers(vector: np.ndarray) -> list[float]:
     return vector.tolist()
+
+
+async def bytes_answer(body: EmbeddingRequest, service: Service, texts: list[Text], id: str) -> Bytes:
+    vectors = await pooling.run(service, texts, id, body.asked(body.dimensions))
+    wire = body.wire
+    parts: Sequence[bytes] = await by_size(
+        sum(map(len, vectors)), lambda: [wire.bytes_of(vector) for vector in vectors], service.client
+    )
+    if body.encoding_format == "bytes_only":
+        return Bytes(b"".join(parts), ())
+    told = {"id": id, "created": now(), "model": service.model, "usage": pooling.usage_of(texts)}
+    value = metadata(told | {"data": places(vectors, parts, wire)})
+    return Bytes(b"".join(parts), ((b"metadata", value),))

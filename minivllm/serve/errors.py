@@ -1,5 +1,6 @@
 """OpenAI's error bodies, for everything that is not a 200: {"error": {"message", "type", "param", "code"}}. Below
-/v1/messages they are Anthropic's: {"type": "error", "error": {"type", "message"}}."""
+/v1/messages they are Anthropic's: {"type": "error", "error": {"type", "message"}}; below /api Ollama's: {"error":
+message}."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
-from minivllm.errors import BadRequest, EngineDead, NeverFits, ReplicaDead, UnknownAdapter
+from minivllm.errors import BadRequest, EngineDead, NeverFits, OutOfMemory, ReplicaDead, UnknownAdapter
 from minivllm.registry import did_you_mean
 from minivllm.serve.messages_protocol import MessageError, MessageErrorDetail
+from minivllm.serve.ollama_protocol import OllamaError
 from minivllm.serve.protocol import ErrorBody, ErrorDetail
+from minivllm.serve.structured import in_terms_of
 
 RETRY_SECONDS = 1  # when a client that was turned away may try again
 LONGEST_MESSAGE, LONGEST_PARAM = 2000, 200  # characters
@@ -34,6 +38,10 @@ class ApiError(Exception):
         self.headers: dict[str, str] = {"www-authenticate": "Bearer"} if status == 401 else {}
 
 
+def other_role(needed: str) -> ApiError:
+    return ApiError(403, f"this needs a key of the role {needed}", code="role_not_allowed")
+
+
 def client_left() -> ApiError:
     """Nobody reads this answer; 499 is what nginx writes into its access log."""
     return ApiError(499, "the client has left")
@@ -46,6 +54,13 @@ def closing() -> ApiError:
 def queue_full() -> ApiError:
     error = ApiError(429, "too many requests are waiting; try again later", code="queue_full")
     error.headers["retry-after"] = str(RETRY_SECONDS)
+    return error
+
+
+def answers_full() -> ApiError:
+    """Beside a request whose answer may be long, others that are as long."""
+    error = ApiError(429, "the answers that are being made may take all of --max-answer-bytes; try again later")
+    error.code, error.headers["retry-after"] = "answers_full", str(RETRY_SECONDS)
     return error
 
 
@@ -66,10 +81,23 @@ def ambiguous_length() -> ApiError:
     return error
 
 
+def unknown_version(version: str) -> ApiError:
+    """Where its header and its body end is anybody's guess."""
+    error = ApiError(505, f"HTTP/{version} is not spoken here; HTTP/1.1 is", code="http_version_not_supported")
+    error.headers["connection"] = "close"
+    return error
+
+
 def too_slow(seconds: float) -> ApiError:
     """The rest of the body may still come, so this connection is of no use any more."""
     error = ApiError(408, f"the body has not come within {seconds:g} s (--client-timeout)", code="request_timeout")
     error.headers["connection"] = "close"
+    return error
+
+
+def too_late(seconds: float, why: str) -> ApiError:
+    error = ApiError(504, f"the request was not done within {seconds:g} s ({why})", code="deadline_exceeded")
+    error.headers["x-should-retry"] = "false"  # else OpenAI's and Anthropic's clients do
     return error
 
 
@@ -79,16 +107,23 @@ def too_many_viewers(most: int) -> ApiError:
     return error
 
 
-def rate_limited(seconds: float) -> ApiError:
-    """seconds: until the client may come back."""
+def rate_limited(why: str, seconds: float) -> ApiError:
+    """why: which limit. seconds: until the client may come back."""
     wait = max(1, math.ceil(seconds))
-    error = ApiError(429, f"too many requests: try again in {wait} s", code="rate_limit_exceeded")
+    error = ApiError(429, f"{why}: try again in {wait} s", code="rate_limit_exceeded")
     error.headers["retry-after"] = str(wait)
     return error
 
 
 def context_length(message: str, param: str | None) -> ApiError:
     return ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def out_of_memory() -> ApiError:
+    message = "the engine has too little memory left for this request; try again later, or ask for less at once"
+    error = ApiError(503, message, code="out_of_memory")
+    error.headers["retry-after"] = str(RETRY_SECONDS)
+    return error
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -105,6 +140,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, "the request is nested too deeply", code="nested_too_deeply")
     if isinstance(error, ClientDisconnect):
         return client_left()
+    if isinstance(error, OutOfMemory):
+        return out_of_memory()
     if isinstance(error, ReplicaDead):
         return replica_dead()
     if isinstance(error, EngineDead):
@@ -134,18 +171,25 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ApiError, BadRequest) as error:
         told = as_api_error(error)
-        message, param = str(told), told.param or ""
-        for there, here in names.items():
-            message, param = message.replace(there, here), param.replace(there, here)
+        message, param = in_terms_of(names, str(told)), in_terms_of(names, told.param or "")
         raise ApiError(told.status, message, told.code, param or None) from error
 
 
 def message_body(error: ApiError) -> bytes:
     """Anthropic's shape, which /v1/messages answers in."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
-    kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
+    kinds |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
     kind = kinds.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return msgspec.json.encode(MessageError(MessageErrorDetail(kind, text_of(error))))
+
+
+def ollama_body(error: ApiError) -> bytes:
+    return msgspec.json.encode(OllamaError(text_of(error)))
+
+
+def ollama_line(error: ApiError) -> bytes:
+    """The end of a stream of lines."""
+    return ollama_body(error) + b"\n"
 
 
 def event(error: ApiError) -> bytes:
@@ -157,9 +201,12 @@ def message_event(error: ApiError) -> bytes:
     return b"event: error\ndata: %b\n\n" % message_body(error)
 
 
+BODIES = {"/v1/messages": message_body, "/api/": ollama_body}  # by how the path begins; OpenAI's elsewhere
+
+
 def response(error: BaseException, path: str = "") -> Response:
     told = as_api_error(error)
-    as_body = message_body if path.startswith("/v1/messages") else body
+    as_body = next((made for prefix, made in BODIES.items() if path.startswith(prefix)), body)
     return Response(as_body(told), told.status, told.headers, "application/json")
 
 
@@ -179,12 +226,18 @@ async def on_http_exception(request: Request, error: HTTPException) -> Response:
         hint = next((f' Did you mean "{p}"?' for p in paths if p.endswith(path) and path != "/"), "")
         message = f"no such path: {path}.{hint or did_you_mean(path, paths)} Paths: {', '.join(paths)}"
     elif error.status_code == 405:
-        message = f"{path} does not take {request.method}; it takes {(error.headers or {}).get('Allow', 'GET')}"
+        message = f"{path} does not take {request.method}; it takes {methods(request)}"
     else:
         message = error.detail or HTTPStatus(error.status_code).phrase
     reply = response(ApiError(error.status_code, message), path)
-    reply.headers.update(error.headers or {})
+    reply.headers.update({**(error.headers or {}), **({"allow": methods(request)} if error.status_code == 405 else {})})
     return reply
+
+
+def methods(request: Request) -> str:
+    """That the path takes: Starlette's own error names those of one route, and each method has its own."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in route.methods}))
 
 
 HANDLERS = {

@@ -15,7 +15,9 @@ import msgspec
 
 from minivllm import child, logs
 from minivllm.config import EngineConfig
-from minivllm.serve import access, command, operate
+from minivllm.serve import access, command, hosts, operate
+
+LEDGER = "ledger"  # a file of the folder that servers share
 
 
 class Task(msgspec.Struct):
@@ -23,7 +25,7 @@ class Task(msgspec.Struct):
     prog: str
     config: EngineConfig  # of the engine as a whole
     address: tuple[str, int]
-    metrics: str  # a folder that all servers of the engine share
+    shared: str  # a folder of all servers of the engine: what they count (shared_metrics.py, shared_ledger.py)
     folders: list[str] = []  # of the cores' sockets
     secret: bytes = b""  # that keeps API keys apart in the engine's prefix cache
     number: int = 0
@@ -50,7 +52,7 @@ def join(family: socket.AddressFamily, address: tuple) -> socket.socket:
 def main() -> int:
     child.ignore_interrupts()  # until the server gives them a meaning
     task = child.read_task(Task)
-    child.end_with_parent([task.metrics])
+    child.end_with_parent([task.shared])
     args = command.parser(task.prog).parse_args(task.argv)
     logs.setup(args.log_format, args.log_level, process=f"server {task.number}")
     command.quiet_others()
@@ -59,21 +61,24 @@ def main() -> int:
     from minivllm.engine.socket_link import SocketLink
     from minivllm.serve.live import Place
     from minivllm.serve.server import Server
+    from minivllm.serve.shared_ledger import SharedLedger
     from minivllm.serve.shared_metrics import SharedMetrics
 
     links = [SocketLink(Path(folder), task.name) for folder in task.folders]
     engine = AsyncLLM.over(over(task.config, links), task.number)
     names, tls = args.served_model_name or [task.config.model.path], access.tls_options(args)
     own = {"secret": task.secret, "place": Place(task.number, args.api_servers)}
+    own["ledger"] = SharedLedger(Path(task.shared) / LEDGER, task.number, args.api_servers, task.secret)
+    own["host_names"] = hosts.names(args.allowed_host, args.host, task.address[0])
     app_options = access.app_options(args) | operate.app_options(args) | own
-    app, tools = command.application(args, engine, names, app_options)
-    shared = SharedMetrics(Path(task.metrics), task.name, app.state.service.metrics)
+    app, parsers = command.application(args, engine, names, app_options)
+    shared = SharedMetrics(Path(task.shared), task.name, app.state.service.metrics)
     family = socket.AF_INET6 if ":" in task.address[0] else socket.AF_INET
     with join(family, task.address) as listener:
 
         def announce() -> None:
             if task.first:
-                command.report(engine, names, command.url_of(listener, bool(tls)), tools)
+                command.report(engine, names, command.url_of(listener, bool(tls)), parsers)
                 sys.stdout.flush()
             os.write(task.ready, b"+")
 

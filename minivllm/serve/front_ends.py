@@ -9,9 +9,8 @@ Each server talks to each core by itself (engine/clients.py). A server that dies
 told that nobody reads the answers to its requests. A core that dies is started again by its link here, and found again
 by the servers' links. Should this process die, however that happened, all others end with it.
 
-What is one for all: the engine with its queue, adapters and prefix cache (also what keeps API keys apart in it), and
-/metrics, whichever server answers. What each server has for itself: --rate-limit, and of --max-waiting the part that
-counts requests which have not reached the engine's queue.
+What is one for all: the engine with its queue, adapters and prefix cache (also what keeps API keys apart in it), what
+each client holds and may still have (shared_ledger.py), and /metrics, whichever server answers.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from minivllm import child
-from minivllm.cli import fail, interrupts_end_at_once
 from minivllm.config import EngineConfig
 from minivllm.engine.frontend import make_config
 from minivllm.engine.messages import Gone
 from minivllm.engine.process_link import RESTART_SECONDS, ProcessLink
 from minivllm.engine.replicas import start_processes
-from minivllm.pooling.task import GENERATE, choose_task
-from minivllm.serve import access, command
-from minivllm.serve.front_end import Task, listen_beside
-from minivllm.serve.pooling import with_core_apart
+from minivllm.serve import access, command, shared_ledger
+from minivllm.serve.front_end import LEDGER, Task, listen_beside
+from minivllm.serve.pooling import for_serving
 from minivllm.serve.server import GRACE_SECONDS
+from minivllm.terminal import fail, interrupts_end_at_once
 
 LOOK_SECONDS = 0.1  # how often it is looked whether all servers run
 STOP_SECONDS = GRACE_SECONDS + 5.0  # how long servers get to tell their clients and end
@@ -65,6 +64,10 @@ def serve_together(
         with interrupts_end_at_once():
             cores = start_processes(config)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="minivllm-"))
+        try:
+            shared_ledger.create(Path(folder) / LEDGER, args.api_servers)
+        except OSError as error:
+            fail(f"--api-servers {args.api_servers}: {folder}: {error.strerror}")
         servers = Servers(args.api_servers, cores, Task(list(argv), prog, config, held.getsockname()[:2], folder))
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -86,12 +89,10 @@ def shared_config(args: argparse.Namespace, options: dict[str, Any]) -> EngineCo
     """Exits where several servers cannot share the engine."""
     if not hasattr(socket, "SO_REUSEPORT"):
         fail(f"--api-servers {args.api_servers}: this system cannot share a port among processes")
-    given = with_core_apart(options)
+    given = for_serving(options, access.keys_of(args))
     config = make_config(given.pop("model", None), given.pop("preset"), given.pop("overrides"), given)
     if config.engine.core != "process":
         fail(f"--api-servers {args.api_servers} needs engine.core=process: servers share what is in none of them")
-    if (task := choose_task(config).value) != GENERATE:
-        fail(f"--api-servers {args.api_servers}: an engine of model.task={task} lives in its server, and has only one")
     return config
 
 
@@ -110,6 +111,7 @@ class Servers:
         """task: what the servers have in common."""
         task.folders = [str(core.folder) for core in cores]
         task.secret = os.urandom(16)
+        self._ledger = shared_ledger.SharedLedger(Path(task.shared) / LEDGER, None, number, task.secret)
         self._task, self._cores = task, cores
         self._running: dict[int, Started | None] = dict.fromkeys(range(number))  # by number; None: not yet, or dead
         self._num_starts = 0
@@ -176,6 +178,7 @@ class Servers:
     def _bury(self, number: int, started: Started) -> None:
         for core in self._cores:
             core.send(Gone(started.name))
+        self._ledger.forget_server(number)
         started.process.stdin.close()
         os.close(started.ready)
         self._running[number] = None

@@ -1,61 +1,32 @@
 """Around every endpoint: the API keys, limits on headers and on how often one asks, and a count of responses by status.
 
-`scope["state"]` gets the name of the key that a request was let in with (`key`), and the salt that keeps its blocks of
-the prefix cache apart from those of other keys (`tenant`).
+`scope["state"]` gets the name of the key that a request was let in with (`key`), the salt that keeps its blocks of the
+prefix cache apart from those of other keys (`tenant`), whose share of the engine it takes (`client`), and whose the
+responses are that it may find (`owner`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.engine.metrics import Metrics
-from minivllm.serve import errors
-from minivllm.serve.access import MAX_HEADER_BYTES
-from minivllm.serve.rate_limit import RateLimiter, client_of
+from minivllm.serve import errors, strict
+from minivllm.serve.browsers import Browsers
+from minivllm.serve.deadline import HEADER as TIMEOUT
+from minivllm.serve.deadline import Deadlines
+from minivllm.serve.keys import ADMITS, Keys
+from minivllm.serve.limits import Limits
+from minivllm.serve.rate_limit import name_of
 
 WRONG_KEY = (
     'this server was started with --api-key: send it as the header "Authorization: Bearer <key>", or as x-api-key'
 )
 
 
-class Keys:
-    """API keys, of which only hashes are kept. Comparing takes the same time whichever key is right or how nearly: all
-    hashes are compared, each in constant time (`hmac.compare_digest`), and those of keys of any length are equally
-    long."""
-
-    def __init__(self, keys: Iterable[str] = (), isolated: bool = True, secret: bytes | None = None):
-        """isolated: each of several keys has its own part of the prefix cache. secret: what servers that share an
-        engine share; None: of this object alone."""
-        self._hashes = list(dict.fromkeys(_hash(key.encode()) for key in keys))
-        self._isolated = isolated and len(self._hashes) > 1
-        self._secret = os.urandom(16) if secret is None else secret
-
-    def __bool__(self) -> bool:
-        return bool(self._hashes)
-
-    def accept(self, key: bytes) -> bool:
-        given = _hash(key)
-        return sum(hmac.compare_digest(given, known) for known in self._hashes) > 0
-
-    @staticmethod
-    def name(key: bytes) -> str:
-        """What a key is called in the log: enough to tell keys apart, too little to find one by."""
-        return _hash(key).hex()[:8]
-
-    def tenant(self, key: bytes) -> str:
-        """The beginning of the cache_salt of every request with this key; "": all keys share one cache. Of one length,
-        so that no cache_salt of a request can make one key's salt into another's; of this process alone, so that a
-        recorded trace says nothing about a key."""
-        return hmac.new(self._secret, _hash(key), hashlib.sha256).hexdigest()[:32] if self._isolated else ""
-
-
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+# Paths that need a key also to look at: which models there are, their templates, who is served. Health does not.
+BEHIND_KEYS = ("/v1", "/v2", "/debug", "/api", "/props", "/slots", "/tokenizer_info", "/info")
 
 
 class Guard:
@@ -65,10 +36,13 @@ class Guard:
         keys: Keys,
         metrics: Metrics,
         paths: Mapping[Callable, str],
-        limiter: RateLimiter | None = None,
+        limits: Limits,
+        deadlines: Deadlines,
+        browsers: Browsers,
     ):
-        """paths: of each handler. limiter: None, and everybody may ask as often as they like."""
-        self.app, self.keys, self.metrics, self.paths, self.limiter = app, keys, metrics, paths, limiter
+        """paths: of each handler."""
+        self.app, self.keys, self.metrics, self.paths = app, keys, metrics, paths
+        self.limits, self.deadlines, self.browsers = limits, deadlines, browsers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,6 +51,7 @@ class Guard:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._count(scope, message["status"])
+                message = self._with_limits(scope, message)
             await send(message)
 
         refusal = self._refusal(scope)
@@ -92,32 +67,57 @@ class Guard:
         self.metrics.on_response(scope["method"], path, status)
 
     def _refusal(self, scope: Scope) -> errors.ApiError | None:
+        if not scope["http_version"].startswith("1."):  # h11 takes any digit
+            return errors.unknown_version(scope["http_version"])
         # h11's own limit is on headers that come in pieces, whose end it has to wait for.
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            return errors.ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large")
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > strict.MAX_HEADER_BYTES:
+            what = f"the headers are larger than {strict.MAX_HEADER_BYTES} bytes"
+            return errors.ApiError(431, what, "headers_too_large")
         names = {name for name, _ in scope["headers"]}
         if b"transfer-encoding" in names and b"content-length" in names:  # a proxy may see another request than we do
             return errors.ambiguous_length()
-        if not self._allowed(scope):
-            return errors.ApiError(401, WRONG_KEY, "invalid_api_key")
-        wait = self._wait(scope)
-        return errors.rate_limited(wait) if wait else None
+        if (refusal := self.browsers.refusal(scope)) is not None:
+            return refusal
+        if (refusal := self._check_key(scope)) is not None:
+            return refusal
+        if scope["method"] not in ("POST", "DELETE"):
+            return None  # what makes no work is free
+        state = scope.setdefault("state", {})
+        client = name_of(state.get("owner"), (scope.get("client") or ("",))[0])
+        state["client"] = self.keys.share_of(client)
+        try:
+            self.limits.count_request(state["client"])
+            asked = next((value for name, value in scope["headers"] if name == TIMEOUT.encode()), None)
+            state["deadline"] = self.deadlines.of(None if asked is None else asked.decode("latin-1"))
+        except errors.ApiError as refusal:
+            return refusal
+        return None
 
-    def _wait(self, scope: Scope) -> float:
-        """Seconds until the client may have what it asks for. What makes no work is free."""
-        if self.limiter is None or scope["method"] != "POST":
-            return 0.0
-        key = scope.get("state", {}).get("key")
-        return self.limiter.take(f"key {key}" if key else client_of((scope.get("client") or ("",))[0]))
+    def _with_limits(self, scope: Scope, message: Message) -> Message:
+        """With what is left to the client, if its request counts."""
+        client = scope.get("state", {}).get("client")
+        told = [] if client is None else self.limits.headers(client)
+        return {**message, "headers": [*message.get("headers", ()), *told]} if told else message
 
-    def _allowed(self, scope: Scope) -> bool:
-        """All of /v1 and /debug needs a key, and beside it whatever makes the server work; looking at it does not."""
-        if not self.keys or (scope["method"] in ("GET", "HEAD") and not scope["path"].startswith(("/v1", "/debug"))):
-            return True
-        headers = dict(scope["headers"])
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        key = key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        if not self.keys.accept(key):
-            return False
-        scope.setdefault("state", {}).update(key=self.keys.name(key), tenant=self.keys.tenant(key))
-        return True
+    def _check_key(self, scope: Scope) -> errors.ApiError | None:
+        """What makes the server work needs a key; looking at it does not, but for BEHIND_KEYS, and for what roles.py
+        says of some."""
+        if not self.keys or (scope["method"] in ("GET", "HEAD") and not scope["path"].startswith(BEHIND_KEYS)):
+            return None
+        try:
+            check(scope, self.keys, "use")
+        except errors.ApiError as refusal:
+            return refusal
+        return None
+
+
+def check(scope: Scope, keys: Keys, role: str) -> None:
+    """Whose request it is becomes known. Raises ApiError 401 without a key, 403 for one that is not of this role."""
+    headers, state = dict(scope["headers"]), scope.setdefault("state", {})
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    key = keys.accept(given if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b""))
+    if key is None:
+        raise errors.ApiError(401, WRONG_KEY, "invalid_api_key")
+    state |= {"key": keys.name(key), "tenant": keys.tenant(key), "owner": key.owner}
+    if role not in ADMITS[key.role]:
+        raise errors.other_role(role)

@@ -61,7 +61,7 @@ async def live(request: Request) -> ASGIApp:
 async def events(
     engine: AsyncLLM, viewers: set[object], tenant: str, replicas: Iterable[int] = (0,), place: Place = ALONE
 ) -> AsyncIterator[bytes]:
-    """viewers: everybody who looks, each while they do. tenant: whose requests they may see (guard.Keys.tenant); "":
+    """viewers: everybody who looks, each while they do. tenant: whose requests they may see (keys.Keys.tenant); "":
     everybody's. Raises ApiError 429 for one viewer too many, EngineDead once no replica runs."""
     if len(viewers) >= MAX_VIEWERS:
         raise errors.too_many_viewers(MAX_VIEWERS)

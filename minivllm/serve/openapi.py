@@ -12,10 +12,11 @@ import minivllm
 from minivllm.serve.protocol import ErrorBody
 
 if TYPE_CHECKING:
-    from minivllm.serve.app import Endpoint
+    from minivllm.serve.endpoint import Endpoint
 
 
-def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+def document(endpoints: Sequence[Endpoint], root_path: str = "") -> dict[str, Any]:
+    """root_path: that a proxy serves the paths below."""
     types = {t for e in endpoints for t in (e.answers, e.takes, e.streams) if t is not None} | {ErrorBody}
     _, components = msgspec.json.schema_components(
         sorted(types, key=lambda t: t.__name__), ref_template="#/components/schemas/{name}"
@@ -27,6 +28,7 @@ def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "minivllm", "version": minivllm.__version__},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],  # a key is needed only if the server was started with one
@@ -36,7 +38,7 @@ def document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
     content = {"application/json": _schema(endpoint.answers)} if endpoint.answers else {}
     if endpoint.streams:
-        content["text/event-stream"] = _schema(endpoint.streams)
+        content[endpoint.stream_type] = _schema(endpoint.streams)
     operation: dict[str, Any] = {
         "operationId": endpoint.handler.__name__.strip("_"),
         "summary": endpoint.what,
@@ -51,7 +53,15 @@ def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
+    if endpoint.asks:
+        operation.setdefault("parameters", []).extend(_query(endpoint.asks))
     return operation
+
+
+def _query(kind: type) -> list[dict[str, Any]]:
+    _, components = msgspec.json.schema_components([kind])
+    fields = components[kind.__name__]["properties"]
+    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
 
 
 def _schema(kind: type) -> dict[str, Any]:

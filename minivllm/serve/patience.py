@@ -12,8 +12,14 @@ import asyncio
 import contextlib
 import resource
 import socket
+from collections.abc import Callable
+from typing import cast
 
+import h11
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from minivllm.serve import strict
 
 SLOWEST = 16 * 2**10  # bytes of a body a second, once the first --client-timeout is over
 SEND_BUFFER = 128 * 2**10  # bytes, of the kernel: by itself it takes megabytes for each client that does not read
@@ -23,9 +29,13 @@ MAX_FILES = 65_536  # connections are open files; a soft limit of 1,024 is commo
 class PatientProtocol(H11Protocol):
     """uvicorn's HTTP/1.1. By itself it waits for ever: for a header, and for a reader."""
 
+    on_lost: Callable[[], None] = staticmethod(lambda: None)  # called once the connection has ended
+
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._patience: float = self.config.app.state.client_timeout
+        self.conn = strict.connection(strict.MAX_HEADER_BYTES)
+        app = cast(Starlette, self.config.app)
+        self._patience: float = app.state.client_timeout
         self._header_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         bound(transport.get_extra_info("socket"), self._patience)
@@ -48,6 +58,18 @@ class PatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._header_timer, self._reader_timer = _stop(self._header_timer), _stop(self._reader_timer)
+        self.on_lost()
+
+    def send_400_response(self, msg: str) -> None:
+        """To what is no request; nothing to a body that goes wrong once its answer has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(strict.REFUSAL)
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """Never: to what does not know another protocol, a request for it is one like any other (RFC 9110, 7.8).
+        uvicorn writes two lines into the log."""
+        return False
 
     def _expect_header(self) -> None:
         """What comes while no request is being answered is a header, or the rest of a body that nobody wants."""

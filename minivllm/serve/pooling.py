@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from minivllm.cli import print_table
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.engine.async_pooler import AsyncPooler
-from minivllm.engine.frontend import make_config
-from minivllm.engine.pooling_core import NOT_FINITE
-from minivllm.engine.tokenizer import LONG_TEXT
 from minivllm.errors import EngineDead, MinivllmError
-from minivllm.pooling.task import EMBED, GENERATE, SCORE, choose_task
+from minivllm.plan import NOT_FINITE
+from minivllm.pooling.task import EMBED, GENERATE, SCORE
 from minivllm.pooling.text import Text
+from minivllm.request import AS_IT_IS, PoolingParams
 from minivllm.serve import errors
 from minivllm.serve.generation import Service
-from minivllm.serve.protocol import RequestBody, accepted, doc
+from minivllm.serve.limits import Demand
+from minivllm.serve.off_loop import SHORT
+from minivllm.serve.protocol import TEXT_ONLY, RequestBody, accepted, doc, hint, refused
+from minivllm.terminal import print_table
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from minivllm.serve.app import Endpoint
-
-R = TypeVar("R")
+    from minivllm.serve.endpoint import Endpoint
 
 POOLS = (EMBED, SCORE)
+PER_TEXT = 32  # characters: that long takes what each text needs, however short it is
+NO_CHAT = "texts are taken as they are, without a chat template"
 DOES = {GENERATE: "generates text", EMBED: "embeds texts", SCORE: "scores pairs of texts"}
 HOW_TO_START = {
     GENERATE: "python -m minivllm.serve --model <one that generates>",
     EMBED: "python -m minivllm.serve --model minilm, or --task embed with the model that is served here",
 }
+
+
+TruncationDirection = Annotated[Any, refused("a text is cut at its end", "Right", "right")]  # a field of TEI's
+TEI_NAMES = {"truncate_prompt_tokens=-1": "truncate=true", "truncate_prompt_tokens": "truncate"}
 
 
 class PoolingBody(RequestBody, kw_only=True):
@@ -46,8 +50,22 @@ class PoolingBody(RequestBody, kw_only=True):
     user: Annotated[str | None, accepted()] = None
     truncate_prompt_tokens: Annotated[
         Annotated[int, Meta(ge=-1)] | None,
-        doc("vLLM's: leave out the end of texts of more tokens; -1: of more than the model takes. null: a 400."),
+        doc("vLLM's: leave out the end of texts of more tokens; -1: of more than the model takes; null: refuse those."),
     ] = None
+    truncation_side: Annotated[Any, refused("a text is cut at its end", "right")] = None
+    padding: Annotated[Any, refused("texts run without padding", "do_not_pad")] = None
+    use_activation: Annotated[
+        bool | None,
+        doc("vLLM's: vectors at unit length or not, scores after a head's sigmoid or before; null: the model's way."),
+    ] = None
+    mm_processor_kwargs: Annotated[Any, refused(TEXT_ONLY, {})] = None
+    priority: Annotated[Any, hint("texts run in the order in which they come", 0)] = None
+    cache_salt: Annotated[Any, accepted("Nothing is cached.")] = None
+    request_id: Annotated[str | None, hint("an answer's id is the server's")] = None
+    chat_template_kwargs: Annotated[Any, refused(NO_CHAT, {})] = None
+
+    def asked(self, dimensions: int | None = None) -> PoolingParams:
+        return PoolingParams(dimensions=dimensions, use_activation=self.use_activation)
 
 
 class PoolingUsage(Struct):
@@ -55,19 +73,14 @@ class PoolingUsage(Struct):
     total_tokens: int
 
 
-def start(options: dict[str, Any]) -> AsyncLLM | AsyncPooler:
-    """The engine for the model's task; options: AsyncLLM's."""
-    given = dict(options)
-    config = make_config(given.pop("model", None), given.pop("preset", "v1"), given.pop("overrides", None), given)
-    if choose_task(config).value != GENERATE:
-        return AsyncPooler(**options)
-    return AsyncLLM(**with_core_apart(options))
-
-
-def with_core_apart(options: dict[str, Any]) -> dict[str, Any]:
-    """AsyncLLM's options with a process for the core, unless they say otherwise: beside HTTP and detokenising, each
-    step would wait for them (bench/serve_overhead.py)."""
-    return options | {"overrides": {"engine.core": "process", **options["overrides"]}}
+def for_serving(options: dict[str, Any], api_keys: Sequence[str]) -> dict[str, Any]:
+    """AsyncLLM's options with what a server needs, unless they say otherwise. A process for the core: beside HTTP and
+    detokenising, each step would wait for them (bench/serve_overhead.py). And with several keys a policy under which
+    none of them holds up the others."""
+    own = {"engine.core": "process"}
+    if len(set(api_keys)) > 1:
+        own["scheduler.policy"] = "fair"
+    return options | {"overrides": {**own, **options["overrides"]}}
 
 
 def served_by(task: str, endpoint: Endpoint) -> Callable[[Request], Awaitable[ASGIApp]]:
@@ -86,18 +99,22 @@ def served_by(task: str, endpoint: Endpoint) -> Callable[[Request], Awaitable[AS
     return refuse
 
 
-async def in_thread_if_long(size: int, work: Callable[[], R]) -> R:
-    """Tokenising long texts would hold up every other request; the tokenizer gives the interpreter's lock back."""
-    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+def service_for(request: Request) -> Service:
+    """Of this request's client, whom what it runs is counted for."""
+    return replace(request.app.state.service, client=getattr(request.state, "client", ""))
 
 
-async def run(service: Service, texts: list[Text]) -> list[np.ndarray]:
-    """The engine's vectors. Raises ApiError 429 while too many wait, 500 if a text failed."""
-    service.admit()
+async def run(service: Service, texts: list[Text], id: str, asked: PoolingParams = AS_IT_IS) -> list[np.ndarray]:
+    """The engine's vectors. id: of the request; asked: of each. Raises ApiError 429 while too many wait, 500 if a text
+    failed."""
+    client, num_tokens = service.client, usage_of(texts).total_tokens
+    with service.ledger.sequences.alone():
+        service.admit(client, 1)
+        service.limits.take(client, Demand(len(texts), num_tokens, num_tokens), service.ledger.sequences.of(client))
+        service.ledger.sequences.add(client, len(texts))
     begin, reason = time.monotonic(), "abort"
-    service.num_open += len(texts)
     try:
-        vectors = await service.engine.pool(texts)
+        vectors = await service.engine.pool(texts, id, asked=asked, client=client)
         reason = "stop"
         return vectors
     except EngineDead:
@@ -109,11 +126,23 @@ async def run(service: Service, texts: list[Text]) -> list[np.ndarray]:
         what = str(error) if str(error) == NOT_FINITE else "the engine could not finish this request"
         raise errors.ApiError(500, what, code="internal_error") from None
     finally:
-        service.num_open -= len(texts)
+        service.ledger.sequences.add(client, -len(texts))
         service.metrics.e2e.observe(time.monotonic() - begin, len(texts))
         for text in texts:
             service.metrics.on_request_end(reason)
             service.metrics.prompt.observe(len(text.token_ids))
+
+
+def length_of(texts: str | Sequence[Any]) -> int:
+    """Of what is to be tokenised, as off_loop.by_size takes it: characters, and as many for each text of its own."""
+    if isinstance(texts, str) or len(texts) > SHORT // PER_TEXT:
+        return len(texts) * (1 if isinstance(texts, str) else PER_TEXT)
+    return sum(PER_TEXT + (1 if isinstance(text, int) else len(text)) for text in texts)
+
+
+def at_unit_length(vector: np.ndarray) -> np.ndarray:
+    """Zeros stay what they are."""
+    return vector / max(float((vector @ vector) ** 0.5), 1e-12)
 
 
 def usage_of(texts: Sequence[Text]) -> PoolingUsage:
@@ -121,7 +150,7 @@ def usage_of(texts: Sequence[Text]) -> PoolingUsage:
     return PoolingUsage(num_tokens, num_tokens)
 
 
-def report(engine: AsyncPooler, names: Sequence[str], url: str) -> None:
+def report(engine: AsyncLLM, names: Sequence[str], url: str) -> None:
     """What is served and each choice that was made for the user, as `serve` prints it for a model that generates."""
     paths = "/v1/embeddings, /v1/score and /v1/rerank" if engine.task == EMBED else "/v1/score and /v1/rerank"
     rows = [

@@ -1,113 +1,125 @@
 """OpenAI's HTTP protocol as msgspec Structs: the one place that says which fields exist and what they do here.
 
-Every field of a request is one of three kinds. Plain ones have an effect. `accepted(...)` ones are OpenAI's but carry
-no behaviour in this server. `refused(...)` ones are OpenAI's (or vLLM's) and not supported: any value but one that asks
-for nothing is a 400 which names the field. Whatever is not declared is a 400 too, so that no parameter is ever ignored
-in silence. The OpenAPI document is generated from these classes.
+Every field of a request is of one kind of fields.py: with an effect, accepted, ignored and named so, or refused. Fields
+that are not declared are named as ignored, since no parameter is ever ignored in silence (bodies.py). The OpenAPI
+document is made of these classes.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from minivllm.errors import BadRequest
-from minivllm.registry import did_you_mean
-from minivllm.request import MAX_LOGPROBS, SamplingParams
-from minivllm.serve.structured import structured_params
-
-T = TypeVar("T", bound="RequestBody")
+from minivllm.request import SamplingParams
+from minivllm.serve.fields import RequestBody, accepted, differs, doc, hint, refused
+from minivllm.serve.structured import OTHER_NAMES, ResponseFormat, StructuredOutputs, structured_params
+from minivllm.serve.timings import RequestTimings
+from minivllm.structured.params import StructuredParams
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+MostLogprobs = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # -1: of the whole vocabulary, where --max-logprobs admits it
 NotEmpty = Annotated[str, Meta(min_length=1)]
 MAX_TOOLS = 1024
 MAX_ITEMS = 16_384  # of a list that is looked at item by item: as many messages are longer than any context
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+# OpenAI's limits, of its own endpoints alone; four stops are vLLM's limit too, two of temperature are not.
+Temperature = Annotated[float, Meta(le=2)]
+Stop = str | Annotated[list[str], Meta(max_length=4)]
 
 
-def doc(text: str) -> Meta:
-    return Meta(description=text)
+NOBODY_ASKS = "nobody asks here who a user is"
+ALL_CACHED = "every full block of a prompt is cached, as long as there is room"
+ECHO = "an echo of an answer, which the model is not shown"
+NO_EFFORT = "the model thinks as much as it does"
+AnyBudget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+TEXT_ONLY = "this server's models read text only"
+NOT_RENDERED = "Only vLLM's endpoints that render a prompt read it, and they are not here."
+ALL_SHOWN = "all tools are shown to the model"
+FITTED = "null: as many as the context has room for. More than fit beside the prompt are as many as fit."
 
 
-def accepted(why: str = "") -> Meta:
-    return Meta(description=f"Accepted; carries no behaviour here. {why}".strip())
+class Extensions(RequestBody, kw_only=True):
+    """Fields of vLLM's requests for a text that have no use here."""
+
+    mm_payload: Annotated[str | None, accepted(NOT_RENDERED)] = None
+    return_mm_kwargs: Annotated[bool | None, accepted(NOT_RENDERED)] = None
+    watermarking: Annotated[Any, refused("texts get no watermark", False)] = None
+    ec_transfer_params: Annotated[Any, refused("what another server made of pictures", {})] = None
+    vllm_xargs: Annotated[Any, refused("arguments of vLLM's plug-ins", {})] = None
 
 
-def refused(what: str, *no_ops: Any) -> Meta:
-    """A field that is known and not supported. `no_ops`: the values beside null that ask for nothing."""
-    return Meta(description=f"Not supported: {what}.", extra={"refused": what, "no_ops": (None, *no_ops)})
+class GenerationExtensions(Extensions, kw_only=True):
+    """Those that its Anthropic endpoints do not have."""
 
-
-class RequestBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anything that a client sends."""
+    session_id: Annotated[str | None, hint("no request is told from others by its session")] = None
+    include_reasoning: Annotated[bool | None, hint("all that the model writes is its answer", True)] = None
+    thinking_token_budget: Annotated[int | None, hint(NO_EFFORT)] = None
+    stream_interval: Annotated[int | None, hint("each step's tokens are sent as they come", 1)] = None
+    spaces_between_special_tokens: Annotated[bool | None, accepted("Only slow tokenizers of vLLM's read it.")] = None
+    return_token_offsets: Annotated[bool | None, accepted(NOT_RENDERED)] = None
+    return_prompt_text: Annotated[Any, refused("/tokenize tells what a prompt becomes", False)] = None
+    return_weight_versions: Annotated[Any, refused("weights have no versions here", False)] = None
+    routed_experts_prompt_start: Annotated[Any, refused("which experts were used is not told", 0)] = None
+    repetition_detection: Annotated[Any, refused("nothing looks for repetitions; see repetition_penalty")] = None
+    media_io_kwargs: Annotated[Any, refused(TEXT_ONLY, {})] = None
 
 
 class StreamOptions(RequestBody):
     include_usage: Annotated[bool | None, doc("End the stream with a chunk that holds the usage.")] = None
+    continuous_usage_stats: Annotated[bool | None, doc("vLLM's: with include_usage, every chunk holds it.")] = None
     include_obfuscation: Annotated[bool | None, accepted()] = None
 
 
-class JSONSchema(RequestBody):
-    name: Annotated[str, accepted("OpenAI requires it.")]
-    schema: Annotated[Any, doc("The JSON Schema of the answer.")] = None
-    description: Annotated[str | None, accepted()] = None
-    strict: Annotated[bool | None, accepted("An answer is always held to its schema.")] = None
-
-
-class ResponseFormat(RequestBody):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchema | None = None
-
-
-class StructuredOutputs(RequestBody):
-    json: Annotated[Any, doc("A JSON Schema, as an object or as its text.")] = None
-    json_object: Annotated[bool | None, doc("Any JSON object.")] = None
-    regex: Annotated[str | None, doc("A regular expression, of the whole output.")] = None
-    choice: Annotated[list[str] | None, doc("One of these.")] = None
-    grammar: Annotated[str | None, doc("EBNF in llama.cpp's notation.")] = None
-    disable_any_whitespace: Annotated[bool | None, doc("JSON on one line.")] = None
-    structural_tag: Annotated[Any, refused("structural tags")] = None
-    whitespace_pattern: Annotated[Any, refused("see disable_any_whitespace")] = None
-    disable_additional_properties: Annotated[Any, refused("say additionalProperties in the schema", False)] = None
-    disable_fallback: Annotated[Any, refused("the server chooses its backend: structured.backend", False)] = None
-
-
-class Sampling(RequestBody, kw_only=True):
+class Sampling(GenerationExtensions, kw_only=True):
     """The fields that both endpoints share; names and meanings are OpenAI's, then vLLM's."""
 
     model: Annotated[str | None, doc("A name that GET /v1/models lists; null: the model that is served.")] = None
     n: int | None = None
-    temperature: Annotated[float | None, doc("0 is greedy; null: 1.")] = None
+    temperature: Annotated[Temperature | None, doc("0 is greedy; null: 1.")] = None
     top_p: float | None = None
     seed: Annotated[int | None, doc("The same seed and prompt give the same text, whoever else is being served.")] = (
         None
     )
-    stop: str | list[str] | None = None
+    stop: Stop | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, doc("By token id.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str | None, accepted()] = None
+    user: Annotated[str | None, hint(NOBODY_ASKS)] = None
 
     top_k: Annotated[Int32 | None, doc("vLLM's. 0 and -1 keep the whole vocabulary.")] = None
     min_p: Annotated[float | None, doc("vLLM's.")] = None
     repetition_penalty: Annotated[float | None, doc("vLLM's.")] = None
     min_tokens: Annotated[NotNegative | None, doc("vLLM's.")] = None
     ignore_eos: Annotated[bool | None, doc("vLLM's.")] = None
-    stop_token_ids: Annotated[list[int] | None, doc("vLLM's.")] = None
+    stop_token_ids: Annotated[list[int] | None, doc("vLLM's; 1,024 at most.")] = None
     include_stop_str_in_output: Annotated[bool | None, doc("vLLM's.")] = None
     skip_special_tokens: Annotated[bool | None, doc("vLLM's.")] = None
     bad_words: Annotated[list[str] | None, doc("vLLM's.")] = None
     allowed_token_ids: Annotated[list[int] | None, doc("vLLM's.")] = None
-    prompt_logprobs: Annotated[NotNegative | None, doc("vLLM's: logprobs of the prompt's tokens.")] = None
+    prompt_logprobs: Annotated[MostLogprobs | None, doc("vLLM's: logprobs of the prompt's tokens; -1: of all.")] = None
     return_token_ids: Annotated[bool | None, doc("vLLM's: add token_ids and prompt_token_ids.")] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, doc('vLLM\'s: logprobs call a token "token_id:5"; null: as --return-tokens-as-token-ids has it.')
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None,
+        doc("vLLM's: keep the prompt's last tokens, so many; -1: as many as leave room for the answer."),
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None,
+        doc("vLLM's: right: truncate_prompt_tokens keeps the first tokens; null: left."),
+    ] = None
+    request_id: Annotated[
+        Annotated[str, Meta(pattern="^[A-Za-z0-9._:@=+-]{1,128}$")] | None,
+        doc("vLLM's: the answer's id ends with it; no other request that runs may have it."),
+    ] = None
     priority: Annotated[Int32 | None, doc("vLLM's. Smaller is served earlier, with scheduler.policy=priority.")] = None
     cache_salt: Annotated[NotEmpty | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
 
@@ -117,8 +129,16 @@ class Sampling(RequestBody, kw_only=True):
     guided_regex: Annotated[str | None, doc("vLLM's older name of structured_outputs.regex.")] = None
     guided_choice: Annotated[list[str] | None, doc("vLLM's older name of structured_outputs.choice.")] = None
     guided_grammar: Annotated[str | None, doc("vLLM's older name of structured_outputs.grammar.")] = None
+    json_schema: Annotated[Any, doc("llama.cpp's name of structured_outputs.json.")] = None
+    grammar: Annotated[str | None, doc("llama.cpp's name of structured_outputs.grammar.")] = None
     guided_decoding_backend: Annotated[Any, refused("the server chooses its backend: structured.backend")] = None
     guided_whitespace_pattern: Annotated[Any, refused("see structured_outputs.disable_any_whitespace")] = None
+    logits_processors: Annotated[Any, refused("a request's own code", [])] = None
+    logprob_token_ids: Annotated[
+        list[int] | None, doc("vLLM's: the logprobs of these tokens in the place of the likeliest; needs logprobs.")
+    ] = None
+    mm_processor_kwargs: Annotated[Any, refused(TEXT_ONLY, {})] = None
+    kv_transfer_params: Annotated[Any, refused("K and V of another server", {})] = None
     use_beam_search: Annotated[bool | None, doc("vLLM's: return the n likeliest texts. Not with stream.")] = None
     length_penalty: Annotated[float | None, doc("Of use_beam_search: above 1 favours longer texts; null: 1.")] = None
     early_stopping: Annotated[bool | None, doc("Of use_beam_search: stop once n texts have ended.")] = None
@@ -130,17 +150,23 @@ class Sampling(RequestBody, kw_only=True):
             raise BadRequest(f"{name} needs use_beam_search=true", name)
         names = set(SamplingParams.__struct_fields__) & set(self.__struct_fields__) - {"max_tokens", "logprobs"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured=structured_params(self), **given)
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured=self.structured(), **given)
+
+    def structured(self) -> StructuredParams | None:
+        """Raises BadRequest, naming the field, for one that is incomplete, or for two of them."""
+        others = {name: getattr(self, name) for name in OTHER_NAMES}
+        return structured_params(self.response_format, self.structured_outputs, others)
 
 
 class ContentPart(RequestBody):
     type: Literal["text", "refusal", "image_url", "input_audio", "file"]
     text: str | None = None
-    image_url: Annotated[Any, refused("this server's models read text only")] = None
-    input_audio: Annotated[Any, refused("this server's models read text only")] = None
-    file: Annotated[Any, refused("this server's models read text only")] = None
+    image_url: Annotated[Any, refused(TEXT_ONLY)] = None
+    input_audio: Annotated[Any, refused(TEXT_ONLY)] = None
+    file: Annotated[Any, refused(TEXT_ONLY)] = None
     refusal: Annotated[str | None, accepted()] = None
-    prompt_cache_breakpoint: Annotated[Any, accepted("Every full block of a prompt is cached.")] = None
+    prompt_cache_breakpoint: Annotated[Any, hint(ALL_CACHED)] = None
+    cache_control: Annotated[Any, hint(ALL_CACHED)] = None
 
 
 class CalledFunction(RequestBody):
@@ -157,15 +183,22 @@ class CalledTool(RequestBody):
 
 class Message(RequestBody):
     role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool", "function"],
-        doc("developer is read as system; function, the older name of tool, is refused."),
+        str,
+        Meta(min_length=1, max_length=64),
+        differs("Any; the chat template decides. developer is read as system."),
     ]
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_ITEMS)] | None = None
     name: Annotated[str | None, doc("Handed to the chat template.")] = None
     refusal: Annotated[str | None, accepted()] = None
-    annotations: Annotated[list[Any] | None, accepted()] = None
-    tool_calls: Annotated[list[CalledTool] | None, doc("The assistant's.")] = None
+    annotations: Annotated[list[Any] | None, hint(ECHO, [])] = None
+    tool_calls: Annotated[Annotated[list[CalledTool], Meta(max_length=MAX_ITEMS)] | None, doc("The assistant's.")] = (
+        None
+    )
     tool_call_id: Annotated[str | None, doc('Of the call that this message of role "tool" answers.')] = None
+    reasoning_content: Annotated[str | None, doc("The assistant's; handed to the chat template.")] = None
+    reasoning: Annotated[str | None, doc("A newer name of reasoning_content.")] = None
+    provider_specific_fields: Annotated[Any, hint(ECHO)] = None
+    cache_control: Annotated[Any, hint(ALL_CACHED)] = None
     function_call: Annotated[Any, refused("OpenAI has replaced it by tool_calls")] = None
     audio: Annotated[Any, refused("this server's models write text only")] = None
 
@@ -176,13 +209,15 @@ class Function(RequestBody):
     parameters: Annotated[dict[str, Any] | None, doc("The arguments' JSON schema, of an object; null: none.")] = None
     strict: Annotated[
         bool | None,
-        accepted('Forced calls (tool_choice "required" or a name) always follow the schema, others need not.'),
+        differs('Forced calls (tool_choice "required" or a name) always follow the schema, others need not.'),
     ] = None
+    defer_loading: Annotated[Any, refused(ALL_SHOWN, False)] = None
 
 
 class Tool(RequestBody):
     type: Literal["function"]
     function: Function
+    defer_loading: Annotated[Any, refused(ALL_SHOWN, False)] = None
 
 
 class FunctionName(RequestBody):
@@ -202,7 +237,7 @@ class FunctionReference(RequestBody):
 
 class ToolSubset(RequestBody):
     mode: Literal["auto", "required"]
-    tools: list[FunctionReference]
+    tools: Annotated[list[FunctionReference], Meta(max_length=MAX_TOOLS)]
 
 
 class AllowedTools(RequestBody, tag_field="type", tag="allowed_tools"):
@@ -213,10 +248,10 @@ class AllowedTools(RequestBody, tag_field="type", tag="allowed_tools"):
 
 class ChatRequest(Sampling, kw_only=True):
     messages: Annotated[list[Message], Meta(max_length=MAX_ITEMS)]
-    max_completion_tokens: Annotated[Positive | None, doc("null: as many as the context has room for.")] = None
-    max_tokens: Annotated[Positive | None, doc("The older name of max_completion_tokens.")] = None
+    max_completion_tokens: Annotated[Positive | None, differs(FITTED)] = None
+    max_tokens: Annotated[Positive | None, differs("The older name of max_completion_tokens.")] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: MostLogprobs | None = None
     add_generation_prompt: Annotated[bool | None, doc("vLLM's; null: true.")] = None
     continue_final_message: Annotated[bool | None, doc("vLLM's: the answer goes on where the last message ends.")] = (
         None
@@ -230,35 +265,59 @@ class ChatRequest(Sampling, kw_only=True):
         doc("null: auto if there are tools. With none the model is not told of them."),
     ] = None
     parallel_tool_calls: Annotated[bool | None, doc("false: one call at most.")] = None
+    reasoning_effort: Annotated[
+        str | None,
+        doc("Handed to a chat template that reads it, or enable_thinking, or thinking; else named as ignored."),
+    ] = None
+    include_reasoning: Annotated[bool | None, doc("vLLM's; false: leave the model's thinking out.")] = None
+    thinking_token_budget: Annotated[
+        AnyBudget | None, doc("vLLM's: the model thinks so many tokens at most; -1: as many as it does.")
+    ] = None
 
-    metadata: Annotated[dict[str, str] | None, accepted()] = None
-    store: Annotated[bool | None, accepted("Nothing is ever stored.")] = None
-    service_tier: Annotated[str | None, accepted()] = None
-    safety_identifier: Annotated[str | None, accepted()] = None
-    prompt_cache_key: Annotated[str | None, accepted("Prompts are matched by content; see cache_salt.")] = None
-    prompt_cache_options: Annotated[Any, accepted()] = None
-    prompt_cache_retention: Annotated[str | None, accepted()] = None
+    metadata: Annotated[Any, hint("nothing is stored", {})] = None
+    store: Annotated[bool | None, hint("nothing is stored", False)] = None
+    service_tier: Annotated[str | None, hint("there is one tier", "auto", "default")] = None
+    safety_identifier: Annotated[str | None, hint(NOBODY_ASKS)] = None
+    prompt_cache_key: Annotated[str | None, hint("prompts are matched by content; see cache_salt")] = None
+    prompt_cache_options: Annotated[Any, hint(ALL_CACHED)] = None
+    prompt_cache_retention: Annotated[str | None, hint(ALL_CACHED)] = None
 
+    chat_template: Annotated[
+        str | None, doc("vLLM's: a Jinja template, if the server was started with --trust-request-chat-template.")
+    ] = None
+    documents: Annotated[Any, refused("put documents into messages", [])] = None
+    echo: Annotated[bool | None, doc("vLLM's: the answer begins with the last message, if the assistant's.")] = None
     functions: Annotated[Any, refused("OpenAI has replaced it by tools", [])] = None
     function_call: Annotated[Any, refused("OpenAI has replaced it by tool_choice", "none")] = None
     modalities: Annotated[Any, refused("only text is written", ["text"])] = None
     audio: Annotated[Any, refused("only text is written")] = None
-    prediction: Annotated[Any, refused("predicted outputs")] = None
-    reasoning_effort: Annotated[Any, refused("the effort of a reasoning model", "none")] = None
-    verbosity: Annotated[Any, refused("verbosity", "medium")] = None
+    prediction: Annotated[Any, hint("it would make the answer no other, only faster")] = None
+    verbosity: Annotated[Any, hint("the model writes as long as it does", "medium")] = None
     web_search_options: Annotated[Any, refused("web search")] = None
     moderation: Annotated[Any, refused("moderation")] = None
+    add_special_tokens: Annotated[Any, refused("the chat template writes them", False)] = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    prompt: Annotated[str | list[str | int | list[int]], doc("A text, texts, token ids, or lists of token ids.")]
-    max_tokens: Annotated[NotNegative | None, doc("null: 16. 0 needs echo, and scores the prompt.")] = None
+    prompt: Annotated[
+        str | list[str | int | list[int]] | None,
+        doc("A text, texts, token ids, or lists of token ids. null or empty only beside prompt_embeds."),
+    ] = None
+    max_tokens: Annotated[
+        NotNegative | None,
+        differs("null: 16. 0 needs echo, and scores the prompt. More than fit beside the prompt are as many as fit."),
+    ] = None
     echo: Annotated[bool | None, doc("Begin the text with the prompt.")] = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: MostLogprobs | None = None
     suffix: Annotated[Any, refused("filling in the middle", "")] = None
+    prompt_embeds: Annotated[
+        str | list[str] | None,
+        doc("vLLM's: prompts as vectors, before those of `prompt`: base64 of what torch.save wrote of a tensor each."),
+    ] = None
     best_of: Annotated[
         Positive | None, doc("Generate so many, return the n likeliest, best first. Above n not with stream.")
     ] = None
+    add_special_tokens: Annotated[bool | None, doc("vLLM's: such as a BOS token, before a text. null: true.")] = None
 
 
 class LoadAdapter(RequestBody):
@@ -266,69 +325,12 @@ class LoadAdapter(RequestBody):
     lora_path: Annotated[str, doc("A folder in PEFT's format, below one of the server's --lora-dir folders.")]
     load_inplace: Annotated[Any, refused("unload the adapter of this name first", False)] = None
     base_model_name: Annotated[str | None, accepted("There is one base model.")] = None
+    is_3d_lora_weight: Annotated[Any, refused("adapters of fused experts", False)] = None
 
 
 class UnloadAdapter(RequestBody):
     lora_name: str
     lora_int_id: Annotated[Any, refused("adapters are unloaded by name")] = None
-
-
-def parse(data: bytes, kind: type[T]) -> T:
-    """The request in `data`. Raises BadRequest, naming the field, for anything that the protocol does not admit."""
-    try:
-        body = _decoder(kind).decode(data)
-    except msgspec.ValidationError as e:
-        raise _bad_field(str(e), kind) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise BadRequest(f"the body is not valid JSON: {e}") from None
-    refuse_unsupported(body)
-    return body
-
-
-def refuse_unsupported(body: Struct, path: str = "") -> None:
-    for field, refusal in _refusals(type(body)):
-        value = getattr(body, field)
-        if value is None:
-            continue
-        if refusal and value not in refusal["no_ops"]:
-            raise BadRequest(f"{path}{field} is not supported: {refusal['refused']}. Leave it out.", f"{path}{field}")
-        for inner_path, inner in _structs_in(value, f"{path}{field}"):
-            refuse_unsupported(inner, f"{inner_path}.")
-
-
-def _structs_in(value: Any, name: str) -> Iterator[tuple[str, Struct]]:
-    if isinstance(value, Struct):
-        yield name, value
-    elif isinstance(value, list):
-        yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Struct))
-
-
-@functools.cache
-def _refusals(kind: type[Struct]) -> tuple[tuple[str, dict[str, Any] | None], ...]:
-    """Each field, and what is said of it if it is refused: looking that up takes longer than decoding a request."""
-    return tuple((field.name, _refusal(field)) for field in msgspec.structs.fields(kind))
-
-
-def _refusal(field: msgspec.structs.FieldInfo) -> dict[str, Any] | None:
-    metas = getattr(field.type, "__metadata__", ())
-    return next((meta.extra for meta in metas if meta.extra and "refused" in meta.extra), None)
-
-
-def _bad_field(text: str, kind: type[Struct]) -> BadRequest:
-    """msgspec's 'Expected `float`, got `str` - at `$.temperature`' as a BadRequest with its param."""
-    what, _, where = text.partition(" - at ")
-    where = where.rpartition("`$")[2].strip("`.")
-    if "unknown field" not in what:
-        missing = what.split("`")[1] if "missing required" in what else ""
-        field = ".".join(filter(None, [where, missing])) or None
-        return BadRequest(f"{where or 'the body'}: {what.replace('`', '')}", field)
-    name = what.split("`")[1]
-    known = {f for struct in ([kind] if not where else RequestBody.__subclasses__()) for f in struct.__struct_fields__}
-    full = f"{where}.{name}".strip(".")
-    return BadRequest(f'unknown field "{full}".{did_you_mean(name, sorted(known))}', full)
-
-
-_decoder = functools.cache(msgspec.json.Decoder)  # by type
 
 
 # ---------------------------------------------------------------------------------------------------------- answers
@@ -342,11 +344,16 @@ class CachedTokens(Struct):
     cached_tokens: int = 0
 
 
+class ReasoningTokens(Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
 class Usage(Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: CachedTokens = msgspec.field(default_factory=CachedTokens)
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET  # of models whose thinking can be read
 
 
 class TopLogprob(Struct):
@@ -393,7 +400,12 @@ class ChatMessage(Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning: str | None | UnsetType = UNSET
+    reasoning_content: str | None | UnsetType = UNSET  # its older name
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -402,7 +414,7 @@ class ChatChoice(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None | UnsetType = UNSET
 
 
 class Answer(Struct, kw_only=True):
@@ -413,8 +425,11 @@ class Answer(Struct, kw_only=True):
     choices: list[Any]
     usage: Usage | None | UnsetType = UNSET
     system_fingerprint: str | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    service_tier: None | UnsetType = UNSET
+    prompt_token_ids: list[int] | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
+    kv_transfer_params: None | UnsetType = UNSET
+    metrics: RequestTimings | None | UnsetType = UNSET  # vLLM's, with --enable-per-request-metrics
 
 
 class ChatCompletion(Answer, kw_only=True):
@@ -440,6 +455,8 @@ class ChatDelta(Struct, omit_defaults=True):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(Struct, kw_only=True):
@@ -469,9 +486,9 @@ class CompletionChoice(Struct, kw_only=True):
     logprobs: LegacyLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | None | UnsetType = UNSET
+    token_ids: list[int] | None | UnsetType = UNSET
 
 
 class Completion(Answer, kw_only=True):
@@ -513,6 +530,10 @@ class ErrorBody(Struct):
 
 class Health(Struct):
     status: Literal["ok", "degraded", "stalled", "dead"]  # degraded: some replicas run, others are being started
+
+
+class Load(Struct):
+    server_load: int  # sequences asked for, whose answers are not complete
 
 
 class Version(Struct):

@@ -3,8 +3,10 @@
     id       X-Request-Id as the client gave it, if it is one (IS_ID); else the id of the answer's body, or a new one
     answer   of the body, which the engine's own messages name; where it is not the id
     method, path, status, seconds, client
-    key      the beginning of the key's hash (serve/guard.py), never the key
+    key      its name, or some digits that stand for it until the server ends (serve/keys.py), never the key
     tokens_in, tokens_out   of a request that reached the engine; out: as many as were sent
+
+An answer names what of its request was taken and not acted on (bodies.py): x-minivllm-ignored.
 
 Nothing of a prompt or an answer is logged, no header and no query string. The path stays percent-encoded, so that it
 cannot forge a line.
@@ -21,6 +23,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm import logs
+from minivllm.serve import bodies
 
 IS_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 LONGEST_PATH = 200
@@ -45,7 +48,10 @@ class RequestLog:
                 headers = list(message.get("headers", ()))
                 name(scope, next((value for key, value in headers if key.lower() == b"x-request-id"), b""))
                 headers = [(key, value) for key, value in headers if key.lower() != b"x-request-id"]
-                message = {**message, "headers": [*headers, (b"x-request-id", state["request_id"].encode())]}
+                headers.append((b"x-request-id", state["request_id"].encode()))
+                if ignored := state.get("ignored"):
+                    headers.append((b"x-minivllm-ignored", bodies.header(ignored)))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
@@ -66,11 +72,10 @@ def name(scope: Scope, answer_id: bytes = b"") -> None:
 
 def described(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
     state = scope["state"]
-    path = scope.get("raw_path") or scope["path"].encode()
     fields: dict[str, Any] = {
         "id": state["request_id"],
         "method": scope["method"],
-        "path": path.partition(b"?")[0].decode("ascii", "backslashreplace")[:LONGEST_PATH],
+        "path": path_of(scope),
         "status": status,
         "seconds": round(seconds, 4),
         "client": (scope.get("client") or ("",))[0],
@@ -83,6 +88,11 @@ def described(scope: Scope, status: int, seconds: float) -> dict[str, Any]:
         fields["tokens_in"] = sum(len(prompt.token_ids) for prompt in job.prompts)
         fields["tokens_out"] = job.usage.completion_tokens
     return fields
+
+
+def path_of(scope: Scope) -> str:
+    path = scope.get("raw_path") or scope["path"].encode()
+    return path.partition(b"?")[0].decode("ascii", "backslashreplace")[:LONGEST_PATH]
 
 
 def as_text(fields: dict[str, Any]) -> str:

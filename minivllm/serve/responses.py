@@ -1,39 +1,47 @@
 """/v1/responses, OpenAI's newer API: a request becomes a chat request, and the chat's answer a list of items.
 
 A stream and a whole answer are made by the same `Items`, so the response that ends a stream is what has been streamed.
+The endpoints, and what is kept of responses, are in responses_stored.py.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.types import ASGIApp
 
 from minivllm.errors import BadRequest
-from minivllm.serve import chat, errors, protocol
+from minivllm.serve import chat, errors, protocol, structured
 from minivllm.serve.chat import ChatShape
-from minivllm.serve.connection import EventStream, JSONAnswer, read_body
-from minivllm.serve.generation import Job, Service, attach
-from minivllm.serve.protocol import ChatDelta, ChatRequest, Message
+from minivllm.serve.generation import Job, Service, final_outputs
+from minivllm.serve.protocol import ChatChunkChoice, ChatDelta, ChatRequest, Message, TokenLogprob
 from minivllm.serve.responses_protocol import (
     AllowedChoice,
+    CustomChoice,
     FunctionChoice,
+    FunctionTool,
+    GrammarInput,
     Incomplete,
     InputItem,
     InputPart,
     OutputCall,
+    OutputCustomCall,
+    OutputItem,
     OutputMessage,
+    OutputReasoning,
     OutputText,
+    ReasoningText,
     ResponseEvent,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
     TextFormat,
+    TextInput,
+    TextTool,
 )
 
 NAMES = {  # a chat request's, and what they are called here
@@ -41,23 +49,31 @@ NAMES = {  # a chat request's, and what they are called here
     "max_tokens": "max_output_tokens",
     ".function.": ".",
     "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+AS_IN_CHATS = (
+    "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
+    "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs",
+    "chat_template_kwargs", "priority",
+)  # fmt: skip
+
+
+TEXTS = ("input_text", "output_text", "reasoning_text")  # types of parts
+INPUT = {  # of a custom tool, as the function that the model is told of
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
 }
 
 
-async def responses(request: Request) -> ASGIApp:
-    body, service = protocol.parse(await read_body(request), ResponsesRequest), request.app.state.service
-    service.check_model(body.model)
-    writer = await prepare(body, service)
-    attach(writer.job, request)
-    if body.stream:
-        return EventStream(writer.events(), writer.job.id, writer.error)
-    return JSONAnswer(writer.answer(), writer.job.id)
-
-
-async def prepare(body: ResponsesRequest, service: Service) -> Writer:
-    with errors.renaming(NAMES):
-        job, shape = await chat.prepare(as_chat(body), service)
-    job.id = new_id("resp")
+def prepare(body: ResponsesRequest, service: Service, earlier: Sequence[InputItem] = ()) -> Writer:
+    """earlier: what comes before the input, of the responses that this one goes on from."""
+    names = grammars(body) | NAMES
+    with errors.renaming(names):
+        job, shape = chat.prepare(as_chat(body, earlier), service)
+    job.params = structured.renamed(job.params, names)
+    job.id, job.ignored = new_id("resp"), {NAMES.get(name, name): why for name, why in job.ignored.items()}
     return Writer(job, shape, body)
 
 
@@ -68,13 +84,10 @@ def new_id(prefix: str) -> str:
 # -------------------------------------------------------------------------------------------- the request, as a chat
 
 
-def as_chat(body: ResponsesRequest) -> ChatRequest:
+def as_chat(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatRequest:
     """Raises BadRequest, naming the field."""
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
-    if isinstance(body.input, str):
-        messages.append(Message(role="user", content=body.input))
-    else:
-        messages += conversation(body.input)
+    messages += conversation([*earlier, *items_of(body)], len(earlier))
     if not messages:
         raise BadRequest("input is empty", "input")
     return ChatRequest(
@@ -88,30 +101,95 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=as_response_format(body.text.format if body.text else None),
         cache_salt=body.cache_salt,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        logprobs=body.wants_logprobs or None,
+        top_logprobs=body.top_logprobs if body.wants_logprobs else None,
+        **{name: getattr(body, name) for name in AS_IN_CHATS},
     )
 
 
-def conversation(items: Sequence[InputItem]) -> list[Message]:
-    """Calls in a row, and the assistant's message before them, are one message."""
-    made: list[Message] = []
+def items_of(body: ResponsesRequest) -> list[InputItem]:
+    return [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+def conversation(items: Sequence[InputItem], num_earlier: int = 0) -> list[Message]:
+    """Calls in a row, and the assistant's message and reasoning before them, are one message. num_earlier: of the items
+    are of earlier requests."""
+    made = Conversation()
     called: set[str] = set()
     for i, item in enumerate(items):
-        path = f"input[{i}]"
-        if item.type == "message":
-            made.append(Message(role=required(item, "role", path), content=text_of(item.content, f"{path}.content")))
-        elif item.type == "function_call":
-            if not made or made[-1].role != "assistant":
-                made.append(Message(role="assistant", content=""))
+        path = f"input[{i - num_earlier}]"
+        if item.type == "reasoning":
+            made.think(text_of(item.content or "", f"{path}.content"))
+        elif item.type == "message" and item.role == "assistant" and made.ends_in_thought:
+            made.last.content = text_of(item.content, f"{path}.content")
+        elif item.type == "message":
+            made.add(Message(role=required(item, "role", path), content=text_of(item.content, f"{path}.content")))
+        elif item.type in ("function_call", "custom_tool_call"):
             called.add(required(item, "call_id", path))
-            function = protocol.CalledFunction(required(item, "name", path), required(item, "arguments", path))
-            made[-1].tool_calls = [*(made[-1].tool_calls or ()), protocol.CalledTool(item.call_id, function)]
-        elif item.type == "function_call_output":
+            function = protocol.CalledFunction(required(item, "name", path), arguments_of(item, path))
+            made.call(protocol.CalledTool(item.call_id, function))
+        elif item.type == "item_reference":
+            raise BadRequest(f"{path}: nothing is kept that it could refer to; send the item itself", path)
+        else:
             if required(item, "call_id", path) not in called:
-                why = f'"{item.call_id}" is the call_id of no earlier function_call'
+                why = f'"{item.call_id}" is the call_id of no earlier call'
                 raise BadRequest(f"{path}.call_id: {why}", f"{path}.call_id")
             text = text_of(required(item, "output", path), f"{path}.output")
-            made.append(Message(role="tool", tool_call_id=item.call_id, content=text))
-    return made
+            made.add(Message(role="tool", tool_call_id=item.call_id, content=text))
+    return made.messages()
+
+
+def arguments_of(call: InputItem, path: str) -> str:
+    if call.type == "function_call":
+        return required(call, "arguments", path)
+    return json.dumps({"input": required(call, "input", path)}, ensure_ascii=False)
+
+
+class Conversation:
+    """Messages as they come. The thoughts and calls of the last one are gathered, and put together once."""
+
+    def __init__(self) -> None:
+        self.made: list[Message] = []
+        self.thoughts: list[str] = []
+        self.calls: list[protocol.CalledTool] = []
+
+    @property
+    def last(self) -> Message:
+        return self.made[-1]
+
+    @property
+    def ends_in_thought(self) -> bool:
+        """Whether the last message is of the assistant, who has said and called nothing yet."""
+        return bool(self.thoughts and not self.last.content and not self.calls)
+
+    def add(self, message: Message) -> None:
+        self._settle()
+        self.made.append(message)
+
+    def think(self, thought: str) -> None:
+        """Before what the assistant says, or calls, next."""
+        if self.ends_in_thought:
+            self.thoughts.append(thought)
+        elif thought:
+            self.add(Message(role="assistant", content=""))
+            self.thoughts.append(thought)
+
+    def call(self, call: protocol.CalledTool) -> None:
+        if not self.made or self.last.role != "assistant":
+            self.add(Message(role="assistant", content=""))
+        self.calls.append(call)
+
+    def messages(self) -> list[Message]:
+        self._settle()
+        return self.made
+
+    def _settle(self) -> None:
+        if self.thoughts:
+            self.last.reasoning_content = "\n".join(self.thoughts)
+        if self.calls:
+            self.last.tool_calls = self.calls
+        self.thoughts, self.calls = [], []
 
 
 def required(item: InputItem, name: str, path: str) -> Any:
@@ -120,31 +198,52 @@ def required(item: InputItem, name: str, path: str) -> Any:
     return value
 
 
-def text_of(content: Any, path: str) -> str:
+def text_of(content: str | list[InputPart] | None, path: str) -> str:
     if isinstance(content, str):
         return content
-    try:
-        parts = msgspec.convert(content, list[InputPart])
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"{path}: {error}", path) from None
+    if content is None:
+        raise BadRequest(f"{path} is missing", path)
     texts = []
-    for i, part in enumerate(parts):
-        where = f"{path}[{i}]"
-        protocol.refuse_unsupported(part, f"{where}.")
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type.startswith("input_") and part.type != "input_text" or text is None:
+    for i, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text if part.type in TEXTS else None
+        if text is None:
+            where = f"{path}[{i}]"
             raise BadRequest(f"{where}: only texts are supported, got type {part.type}", where)
         texts.append(text)
     return "\n".join(texts)
 
 
-def as_tool(tool: Any) -> protocol.Tool:
-    function = protocol.Function(name=tool.name, description=tool.description, parameters=tool.parameters)
+def as_tool(tool: FunctionTool | TextTool) -> protocol.Tool:
+    parameters = input_schema(tool.format) if isinstance(tool, TextTool) else tool.parameters
+    function = protocol.Function(name=tool.name, description=tool.description, parameters=parameters)
     return protocol.Tool(type="function", function=function)
 
 
-def as_choice(choice: str | FunctionChoice | AllowedChoice | None) -> Any:
-    if isinstance(choice, FunctionChoice):
+def input_schema(form: TextInput | GrammarInput | None) -> dict[str, Any]:
+    """Of a custom tool's input. `^` and `$` at the ends of its expression say what is always so."""
+    if not isinstance(form, GrammarInput):
+        return INPUT
+    inside = form.definition.removeprefix("^")
+    if inside.endswith("$") and not is_escaped(inside):
+        inside = inside[:-1]
+    return INPUT | {"properties": {"input": {"type": "string", "pattern": f"^(?:{inside})$"}}}
+
+
+def is_escaped(text: str) -> bool:
+    """The last character, by the backslashes before it."""
+    before = text[:-1]
+    return (len(before) - len(before.rstrip("\\"))) % 2 == 1
+
+
+def grammars(body: ResponsesRequest) -> dict[str, str]:
+    """What a chat calls the grammars of custom tools, and what they are called here."""
+    tools = enumerate(body.tools or ())
+    held = [i for i, tool in tools if isinstance(tool, TextTool) and isinstance(tool.format, GrammarInput)]
+    return {f"tools[{i}].function.parameters": f"tools[{i}].format.definition" for i in held}
+
+
+def as_choice(choice: str | FunctionChoice | CustomChoice | AllowedChoice | None) -> Any:
+    if isinstance(choice, FunctionChoice | CustomChoice):
         return protocol.NamedTool(function=protocol.FunctionName(choice.name))
     if isinstance(choice, AllowedChoice):
         tools = [protocol.FunctionReference("function", protocol.FunctionName(tool.name)) for tool in choice.tools]
@@ -152,15 +251,15 @@ def as_choice(choice: str | FunctionChoice | AllowedChoice | None) -> Any:
     return choice
 
 
-def as_response_format(form: TextFormat | None) -> protocol.ResponseFormat | None:
+def as_response_format(form: TextFormat | None) -> structured.ResponseFormat | None:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return protocol.ResponseFormat(type="json_object")
+        return structured.ResponseFormat(type="json_object")
     if form.schema is None:
         raise BadRequest('text.format.schema is missing, and type is "json_schema"', "text.format.schema")
-    schema = protocol.JSONSchema(name=form.name or "answer", schema=form.schema)
-    return protocol.ResponseFormat(type="json_schema", json_schema=schema)
+    schema = structured.JSONSchema(name=form.name or "answer", schema=form.schema)
+    return structured.ResponseFormat(type="json_schema", json_schema=schema)
 
 
 # -------------------------------------------------------------------------------------------------------- the answer
@@ -169,27 +268,45 @@ def as_response_format(form: TextFormat | None) -> protocol.ResponseFormat | Non
 class Items:
     """A chat's deltas as output items, one open at a time, and the events that tell of it."""
 
-    def __init__(self) -> None:
-        self.output: list[OutputMessage | OutputCall] = []
-        self.open: OutputMessage | OutputCall | None = None
+    def __init__(self, response_id: str, custom: Collection[str] = ()):
+        """custom: the names of the tools that are no functions."""
+        self.output: list[OutputItem] = []
+        self.open: OutputItem | None = None
         self.num_events = 0
+        self.response_id, self.custom = response_id, custom
 
     def event(self, type: str, **fields: Any) -> ResponseEvent:
         self.num_events += 1
         return ResponseEvent(type=f"response.{type}", sequence_number=self.num_events - 1, **fields)
 
-    def take(self, delta: ChatDelta) -> Iterator[ResponseEvent]:
+    def take(self, delta: ChatDelta, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[ResponseEvent]:
+        if delta.reasoning:
+            if not isinstance(item := self.open, OutputReasoning):
+                item = OutputReasoning(id=self._id("rs"), content=[])
+                yield from self._begin(item)
+                item.content.append(ReasoningText())
+                yield self.event("content_part.added", **self._part(), part=ReasoningText())
+            item.content[0].text += delta.reasoning
+            yield self.event("reasoning_text.delta", **self._part(), delta=delta.reasoning)
         if delta.content:
-            if not isinstance(self.open, OutputMessage):
-                yield from self._begin(OutputMessage(id=new_id("msg"), content=[]))
-                self.open.content.append(OutputText())
+            if not isinstance(item := self.open, OutputMessage):
+                item = OutputMessage(id=self._id("msg"), content=[])
+                yield from self._begin(item)
+                item.content.append(OutputText())
                 yield self.event("content_part.added", **self._part(), part=OutputText())
-            self.open.content[0].text += delta.content
-            yield self.event("output_text.delta", **self._part(), delta=delta.content, logprobs=[])
+            item.content[0].text += delta.content
+            item.content[0].logprobs += logprobs
+            yield self.event("output_text.delta", **self._part(), delta=delta.content, logprobs=list(logprobs))
         for part in delta.tool_calls or ():
-            if part.id:
-                yield from self._begin(OutputCall(id=new_id("fc"), call_id=part.id, name=part.function.name))
-            if text := part.function.arguments:
+            if part.id and part.function.name in self.custom:
+                yield from self._begin(OutputCustomCall(id=self._id("ctc"), call_id=part.id, name=part.function.name))
+            elif part.id:
+                yield from self._begin(OutputCall(id=self._id("fc"), call_id=part.id, name=part.function.name))
+            text = part.function.arguments
+            if isinstance(self.open, OutputCustomCall):
+                self.open.input += text  # as JSON, until it is whole
+            elif text:
+                assert isinstance(self.open, OutputCall), "a part without an id goes on with a call"
                 self.open.arguments += text
                 yield self.event("function_call_arguments.delta", **self._place(), delta=text)
 
@@ -200,15 +317,26 @@ class Items:
         item.status = status
         if isinstance(item, OutputMessage):
             (part,) = item.content
-            yield self.event("output_text.done", **self._part(), text=part.text, logprobs=[])
+            yield self.event("output_text.done", **self._part(), text=part.text, logprobs=part.logprobs)
             yield self.event("content_part.done", **self._part(), part=part)
+        elif isinstance(item, OutputReasoning):
+            (part,) = item.content
+            yield self.event("reasoning_text.done", **self._part(), text=part.text)
+            yield self.event("content_part.done", **self._part(), part=part)
+        elif isinstance(item, OutputCustomCall):
+            item.input = input_of(item.input)
+            yield self.event("custom_tool_call_input.delta", **self._place(), delta=item.input)
+            yield self.event("custom_tool_call_input.done", **self._place(), input=item.input)
         else:
             done = {"name": item.name, "arguments": item.arguments}
             yield self.event("function_call_arguments.done", **self._place(), **done)
         yield self.event("output_item.done", output_index=len(self.output) - 1, item=item)
         self.open = None
 
-    def _begin(self, item: OutputMessage | OutputCall) -> Iterator[ResponseEvent]:
+    def _id(self, prefix: str) -> str:
+        return item_id(prefix, self.response_id, f"o{len(self.output):x}")
+
+    def _begin(self, item: OutputItem) -> Iterator[ResponseEvent]:
         yield from self.close()
         self.open = item
         self.output.append(item)
@@ -221,40 +349,85 @@ class Items:
         return {**self._place(), "content_index": 0}
 
 
+def item_id(prefix: str, response_id: str, place: str) -> str:
+    """Of an item of a response, which is found by it (response_shelf.py)."""
+    return f"{prefix}_{response_id.partition('_')[2]}{place}"
+
+
+def input_of(arguments: str) -> str:
+    """Of a custom tool. What the model has written in another form is all of it."""
+    try:
+        found = json.loads(arguments)["input"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return arguments
+    return found if isinstance(found, str) else arguments
+
+
+class TextLogprobs:
+    """The log-probabilities of a message's text. Tokens that have brought no text yet go with the next text; those of
+    a call, or of anything else, with none."""
+
+    def __init__(self) -> None:
+        self.waiting: list[TokenLogprob] = []
+
+    def of(self, choice: ChatChunkChoice) -> list[TokenLogprob]:
+        found = [*self.waiting, *(choice.logprobs.content if choice.logprobs else ())]
+        self.waiting = found if choice.delta in (ChatDelta(), ChatDelta(content="")) else []
+        return found if choice.delta.content else []
+
+
 class Writer:
+    """One response as it comes into being. `keep` is awaited once it is whole, before anybody is told."""
+
     def __init__(self, job: Job, shape: ChatShape, body: ResponsesRequest):
         self.job, self.shape = job, shape
-        self.items = Items()
+        self.items = Items(job.id, {tool.name for tool in body.tools or () if isinstance(tool, TextTool)})
+        self.opening: Sequence[str] = ("created", "in_progress")  # events before the first output
+        self.has_logprobs = body.wants_logprobs
         self.response = ResponseObject.of(
             body, id=job.id, model=shape.model, output=self.items.output, status="in_progress"
         )
 
+    async def keep(self) -> None:
+        """Nowhere, as long as nobody says where."""
+
     async def answer(self) -> ResponseObject:
-        async with aclosing(self.job.outputs("final")) as stream:
-            output = [output async for _, output in stream][-1]
+        if self.has_logprobs:  # which are told apart by the deltas that they come with
+            async for _ in self.events():
+                pass
+            return self.response
+        (output,) = await final_outputs(self.job)
         (out,) = output.outputs
         choice = self.shape.whole(0, self.job.prompts[0], output, out)
         whole = protocol.ChatDelta(content=choice.message.content, tool_calls=as_parts(choice.message.tool_calls))
+        whole.reasoning = choice.message.reasoning or None
         for _ in [*self.items.take(whole), *self.finish(choice.finish_reason)]:
             pass
+        await self.keep()
         return self.response
 
     async def events(self) -> AsyncIterator[bytes]:
-        started = False
+        opening, logprobs = self.opening, TextLogprobs()
+        self.response.status = "in_progress"
         async with aclosing(self.job.outputs("delta")) as stream:
             async for _, output in stream:
                 (out,) = output.outputs
-                if not started:
-                    started = True
-                    yield encoded(self.items.event("created", response=self.response))
-                    yield encoded(self.items.event("in_progress", response=self.response))
+                for name in opening:
+                    yield self.told(name)
+                opening = ()
                 for choice in self.shape.deltas(0, out):
-                    for event in self.items.take(choice.delta):
+                    for event in self.items.take(choice.delta, logprobs.of(choice)):
                         yield encoded(event)
                 if out.finish_reason is not None:
                     reason = self.shape.ending(0, out).finish_reason
-        for event in self.finish(reason):
+        ending = [*self.finish(reason)]
+        await self.keep()
+        for event in ending:
             yield encoded(event)
+
+    def told(self, name: str) -> bytes:
+        """An event with the response as it is."""
+        return encoded(self.items.event(name, response=self.response))
 
     def finish(self, finish_reason: str | None) -> Iterator[ResponseEvent]:
         response, used = self.response, self.job.usage
@@ -262,9 +435,13 @@ class Writer:
         yield from self.items.close(response.status)
         if response.status == "incomplete":
             response.incomplete_details = Incomplete("max_output_tokens")
+        else:
+            response.completed_at = protocol.now()
         response.usage = ResponseUsage(
             used.prompt_tokens, used.completion_tokens, used.total_tokens, used.prompt_tokens_details
         )
+        response.usage.output_tokens_details = protocol.ReasoningTokens(self.job.num_thinking)
+        response.metrics = self.job.timings
         yield self.items.event(response.status, response=response)
 
     def error(self, error: errors.ApiError) -> bytes:

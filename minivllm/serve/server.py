@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from minivllm.serve.access import MAX_HEADER_BYTES
+from minivllm.serve.connections import Acceptor, Connections
+from minivllm.serve.off_loop import SWITCH_SECONDS
 from minivllm.serve.patience import allow_many_connections
 from minivllm.serve.quick_send import QuickProtocol
 
@@ -41,17 +43,19 @@ class Server(uvicorn.Server):
         of theirs means that an address is taken."""
         config = uvicorn.Config(
             app,
-            http=QuickProtocol,  # on h11, the only one with a limit on headers
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            http=QuickProtocol,  # on h11, the only one with a limit on headers: see serve/patience.py
+            ws="none",  # nothing here speaks it
             log_config=None,
             access_log=False,  # serve/request_log.py
             timeout_graceful_shutdown=GRACE_SECONDS,
             server_header=False,
+            proxy_headers=False,  # serve/proxies.py
             **tls,
         )
         super().__init__(config)
         self.app, self.on_ready, self.beside = app, on_ready, beside
         self._open = contextlib.AsyncExitStack()
+        self._acceptors: list[Acceptor] = []
         self._interrupted: float | None = None
 
     def run_on(self, listener: socket.socket) -> int:
@@ -61,8 +65,10 @@ class Server(uvicorn.Server):
         return 0 if self.started else 1
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        sys.setswitchinterval(SWITCH_SECONDS)
         try:
-            await super().startup(sockets)
+            await super().startup([])  # uvicorn accepts without limits
+            self._acceptors = [self._accept(listener) for listener in sockets or []]
             for context in self.beside:
                 await self._open.enter_async_context(context)
         except OSError:  # the address is taken after all
@@ -70,9 +76,21 @@ class Server(uvicorn.Server):
             raise
         self.on_ready()
 
+    def _accept(self, listener: socket.socket) -> Acceptor:
+        config, state = self.config, self.app.state
+
+        def protocol() -> QuickProtocol:
+            return QuickProtocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        limits, held = state.connection_limits.within_files(), state.ledger.connections
+        connections = Connections(limits, state.proxies.trusts, held)
+        return Acceptor(listener, connections, protocol, config.backlog, config.ssl, state.client_timeout)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.closing.set_result(None)
         await self._open.aclose()
+        for acceptor in self._acceptors:
+            acceptor.close()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ whichever is asked adds up what it finds there. The file of a server that died s
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,12 +19,14 @@ from minivllm.engine.metrics import Metrics, Snapshot
 WRITE_SECONDS = 1.0
 SUFFIX = ".metrics"
 
+logger = logging.getLogger("minivllm.serve")
+
 
 class SharedMetrics:
     def __init__(self, folder: Path, name: str, metrics: Metrics):
         """name: of this server, no other's, now or before. metrics: what it counts; shows all servers' from now on."""
         self._folder, self._path, self._metrics = folder, folder / f"{name}{SUFFIX}", metrics
-        self._written = b""
+        self._written, self._failed = b"", False
         metrics.others = self.others
 
     @asynccontextmanager
@@ -43,12 +46,20 @@ class SharedMetrics:
             await asyncio.sleep(WRITE_SECONDS)
 
     def write(self) -> None:
+        """On a full disk the others see what was written last; once there is room, what is then."""
         data = msgspec.msgpack.encode(self._metrics.snapshot())
-        if data != self._written:
+        if data == self._written:
+            return
+        try:
             temporary = self._path.with_suffix(".new")
             temporary.write_bytes(data)
             temporary.replace(self._path)  # nobody reads half of it
-            self._written = data
+        except OSError as error:
+            if not self._failed:
+                logger.error("%s: %s; /metrics of the other servers lacks what is new here", self._path, error.strerror)
+            self._failed = True
+        else:
+            self._written, self._failed = data, False
 
     def others(self) -> Iterator[Snapshot]:
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):

@@ -13,20 +13,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from minivllm.errors import ConfigError
 from minivllm.request import BeamSearchParams, SamplingParams, sequence_ids
+from minivllm.serve.timings import FirstSteps
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-    from minivllm.engine.messages import Report
     from minivllm.engine.output import RequestOutput
-    from minivllm.request import EngineRequest
 
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
@@ -56,15 +55,13 @@ class NoTracing:
         pass
 
 
-class Tracing:
-    """A watcher of the engine, which alone sees when a request leaves the queue."""
-
+class Tracing(FirstSteps):
     def __init__(self, provider: TracerProvider):
+        super().__init__()
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider, self._propagator = provider, TraceContextTextMapPropagator()
         self._tracer = provider.get_tracer("minivllm")
-        self._joined: dict[str, float | None] = {}  # when a sequence's first step began; None: it waits
 
     def end(self, job: Traced, request_id: str, reason: str, output: RequestOutput | None, num_tokens: int) -> None:
         """A request has ended. output: its last one; None if it was aborted or failed. num_tokens: of all choices."""
@@ -98,21 +95,6 @@ class Tracing:
         flushing.join(FLUSH_SECONDS)
         if flushing.is_alive():
             logger.warning("the collector of traces does not answer: the last spans are lost")
-
-    # -- a watcher of the engine
-
-    def on_add(self, req: EngineRequest) -> None:
-        self._joined[req.id] = None
-
-    def on_abort(self, req_ids: Iterable[str]) -> None:
-        for req_id in req_ids:
-            self._joined.pop(req_id, None)
-
-    def on_report(self, report: Report) -> None:
-        begin = time.monotonic() - sum(report.times_ms.values()) / 1e3
-        for req_id in report.joined:
-            if self._joined.get(req_id, begin) is None:  # its first step: one that was preempted joins again
-                self._joined[req_id] = begin
 
 
 def _of_request(job: Traced, request_id: str) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from minivllm.sampling.sampler import Sampler
 from minivllm.spec_decode.throttle import Throttle
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
-    from minivllm.runner.inputs import BatchKey, InputBuilder
+    from minivllm.batch import BatchKey, InputBatch
+    from minivllm.runner.inputs import InputBuilder
 
 Drafts = dict[str, list[int]]  # request -> tokens that may follow its known ones
 

@@ -34,15 +34,15 @@ import numpy as np
 from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionBackend
-from minivllm.compile.context import ForwardContext, forward_context
+from minivllm.compile.context import run_forward
 from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.plan import Join, StepPlan
-from minivllm.sampling.sampler import Pick
+from minivllm.sampling.pick import Pick
 from minivllm.spec_decode.base import Drafts, Target
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 NO_ADAPTERS = NoAdapters()
 OWN_NOISE = np.uint64(0xD5A4_7E11_0C3B_96F2)  # turns a request's seed into the one that its drafts are drawn with
@@ -81,6 +81,7 @@ class DraftModelProposer:
         self.k = self.lookahead = asked.k
         self.keeps_probs = asked.acceptance == "rejection"
         self.block_size = target.config.kv.block_size
+        self.num_groups = 1 + max(layer.group for layer in target.model.attention_layers)  # each gets as many blocks
         self.max_model_len = target.max_model_len
         max_rows = target.config.scheduler.max_num_seqs
         self.done = np.zeros(max_rows, np.int64)  # positions whose K and V are right; -1: the request is new
@@ -106,7 +107,7 @@ class DraftModelProposer:
         for row in rows.values():  # others may have drafts that wait for their turn
             self.probs.pop(row, None)
         for req_id, blocks in plan.new_blocks.items():
-            self.num_slots[rows[req_id]] += len(blocks) * self.block_size
+            self.num_slots[rows[req_id]] += len(blocks) // self.num_groups * self.block_size
         computed = self._settle(plan, rows, tokens)
         room = np.minimum(self.num_slots, self.last - 1)  # the newest token needs a slot, a draft a place
         known = {r: computed[r] + 1 for r in tokens if computed[r] < room[rows[r]]}
@@ -118,12 +119,11 @@ class DraftModelProposer:
     def run_model(self, batch: InputBatch) -> Tensor:
         """-> hidden states [padded T, hidden]."""
         self._adapters.prepare(batch.rows, batch.query_start)
-        context = ForwardContext(
-            self.attention, self.attention.prepare(batch), self._caches, self.model.attention_layers
-        )
+        return run_forward(self._forward, batch, self.attention, self._caches, self.model.attention_layers)
+
+    def _forward(self, batch: InputBatch) -> Tensor:
         device = self._caches[0].device
-        with forward_context(context):
-            return self.model(upload(batch.token_ids, device), upload(batch.positions, device))
+        return self.model(self.model.embed(upload(batch.token_ids, device)), upload(batch.positions, device))
 
     def _settle(self, plan: StepPlan, rows: Mapping[str, int], tokens: Drafts) -> dict[str, int]:
         """How many of each request's tokens the target has computed and kept; learns from what became of drafts."""
@@ -182,7 +182,7 @@ class DraftModelProposer:
         return self.sampler.choose(logits, rows, positions, self._keeping(rows))
 
     def _keeping(self, rows: np.ndarray) -> Pick:
-        """A pick (see sampling/sampler.py) that notes the distributions it draws from."""
+        """A pick (see sampling/pick.py) that notes the distributions it draws from."""
 
         def pick(probs: Tensor, seeds: np.ndarray, positions: np.ndarray, which: np.ndarray) -> tuple[Tensor, Tensor]:
             for row, q in zip(rows[which].tolist(), probs, strict=True):

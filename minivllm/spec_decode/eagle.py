@@ -17,8 +17,8 @@ Llama's names but no input_layernorm in layer 0, and embed_tokens.weight, or els
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,23 +27,25 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec
-from minivllm.compile.context import ForwardContext, forward_context
+from minivllm.compile.context import run_forward
 from minivllm.errors import ModelError
+from minivllm.files import read_json
 from minivllm.layers.embedding import Embedding
 from minivllm.layers.linear import Linear, choose_method
 from minivllm.layers.rotary import RotaryEmbedding
-from minivllm.loading.dummy import fill
-from minivllm.loading.safetensors_io import read_json, read_tensors, weight_files
-from minivllm.models.checkpoint import WeightMap, load_tensors
-from minivllm.models.llama import LLAMA_WEIGHTS, DecoderLayer
-from minivllm.models.spec import ModelSpec
+from minivllm.loading.dummy_weights import fill
+from minivllm.loading.safetensors_io import read_tensors, weight_files
+from minivllm.models import read_spec
+from minivllm.models.checkpoint import Network, WeightMap, load_tensors
+from minivllm.models.llama import LLAMA_WEIGHTS, DecoderLayer, LlamaSpec
+from minivllm.models.spec import ModelSpec, RopeSpec
 from minivllm.plan import Join, StepPlan
 from minivllm.spec_decode.base import Drafts, Target
 from minivllm.spec_decode.draft_model import DraftModelProposer
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 EMBEDDING = "model.embed_tokens.weight"
 WEIGHTS = WeightMap(
@@ -52,52 +54,52 @@ WEIGHTS = WeightMap(
 )
 
 
-class EagleHead(nn.Module):
-    """Parameters are uninitialised: fill `checkpoint_tensors()`, then call finish()."""
-
+class EagleHead(Network):
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, bias: bool, embedding: nn.Module | None
+        self,
+        spec: LlamaSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool,
+        embed: Callable[[Tensor], Tensor] | None,
     ):
-        """embedding: the target's; None: one of its own."""
+        """embed: the target's, with whatever it does to a row; None: a table of its own."""
         super().__init__()
-        self.spec = spec
+        self.spec, self.weights = spec, WEIGHTS
         self.attention_layers = [
             AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size**-0.5, window)
             for window in spec.windows
         ]
         method = choose_method(device, dtype).method
         with device:
-            self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype) if embedding is None else None
+            self.embedding = Embedding(spec.vocab_size, spec.hidden_size, dtype) if embed is None else None
             size = spec.hidden_size
             self.fc = Linear(2 * size, {"": size}, bias=bias, dtype=dtype, method=method)
             self.rotary = RotaryEmbedding(spec.rope, spec.head_size, spec.max_position, dtype)
             self.layers = nn.ModuleList(DecoderLayer(spec, i, dtype, method) for i in range(spec.num_layers))
         self.layers[0].attention_norm = nn.Identity()
-        self._shared = embedding
+        self._embed = self.embedding if embed is None else embed
 
-    def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor) -> Tensor:
-        """Pairs: token_ids, positions [T] int64, hidden [T, hidden] -> [T, hidden]."""
+    def embed(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Pairs: token_ids [T] int64, hidden [T, hidden] -> x [T, hidden]."""
+        return self.fc(torch.cat([self._embed(token_ids), hidden], -1))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, hidden], positions [T] int64 -> [T, hidden]."""
         rotate = self.rotary(positions)
-        x = self.fc(torch.cat([(self._shared or self.embedding)(token_ids), hidden], -1))
         for layer in self.layers:
             x = layer(x, rotate)
         return x
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        return {n: t for n, t in WEIGHTS.destinations(self).items() if self._shared is None or n != EMBEDDING}
-
-    def finish(self) -> None:
-        for module in (self.fc, *self.layers.modules()):
-            if hasattr(module, "finish"):
-                module.finish()
-
 
 def load_eagle(
-    folder: Path, target: ModelSpec, embedding: nn.Module, dtype: torch.dtype, device: torch.device
+    folder: Path, target: ModelSpec, embed: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device
 ) -> EagleHead:
-    """Raises ModelError unless the head fits the target."""
+    """embed: the target's. Raises ModelError unless the head fits the target."""
     config = read_json(folder / "config.json")
-    spec = ModelSpec.from_hf({**config, "architectures": ["LlamaForCausalLM"]}, where=str(folder / "config.json"))
+    if config.get("quantization_config"):
+        raise ModelError(f"{folder}: an EAGLE head that is quantised is not supported")
+    spec = read_spec({**config, "architectures": ["LlamaForCausalLM"]}, where=str(folder / "config.json"))
     for field in ("hidden_size", "vocab_size"):
         if getattr(spec, field) != getattr(target, field):
             raise ModelError(
@@ -105,7 +107,7 @@ def load_eagle(
             )
     files = weight_files(folder)
     names = {name for name, *_ in _named(files)}
-    shared = None if EMBEDDING in names else embedding
+    shared = None if EMBEDDING in names else embed
     head = EagleHead(spec, dtype, device, "model.fc.bias" in names, shared).eval()
     load_tensors(head, _named(files), folder)
     head.finish()
@@ -114,11 +116,20 @@ def load_eagle(
 
 def random_eagle(target: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int) -> EagleHead:
     """A head that guesses at random, for tests and measurements: spec_decode.model=dummy:eagle."""
-    spec = replace(target, num_layers=1, windows=target.windows[:1], experts=None)
-    head = EagleHead(spec, dtype, device, True, None).eval()
+    head = EagleHead(_one_layer_like(target), dtype, device, True, None).eval()
     fill(head, seed)
     head.finish()
     return head
+
+
+def _one_layer_like(target: ModelSpec) -> LlamaSpec:
+    """Of the target's sizes and, where that is of the Llama family, of its kind. Beside any target an EAGLE head is a
+    layer of Llama's."""
+    common = {field.name: getattr(target, field.name) for field in fields(ModelSpec)}
+    common |= {"num_layers": 1, "windows": target.windows[:1]}
+    switches = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias", "qk_norm"), False)
+    plain = {"rms_eps": 1e-6, "rope": RopeSpec(), **switches}
+    return LlamaSpec(**common, **{name: getattr(target, name, value) for name, value in plain.items()})
 
 
 def _named(files: Iterable[Path]) -> Iterator[tuple[str, Tensor, Path]]:
@@ -154,12 +165,11 @@ class EagleProposer(DraftModelProposer):
         return self._run(batch, batch.token_ids, blank.to(self._caches[0].device))
 
     def _run(self, batch: InputBatch, token_ids: np.ndarray | Tensor, hidden: Tensor) -> Tensor:
-        context = ForwardContext(
-            self.attention, self.attention.prepare(batch), self._caches, self.model.attention_layers
-        )
-        device = hidden.device
-        with forward_context(context):
-            return self.model(upload(token_ids, device), upload(batch.positions, device), hidden)
+        def forward(batch: InputBatch) -> Tensor:
+            x = self.model.embed(upload(token_ids, hidden.device), hidden)
+            return self.model(x, upload(batch.positions, hidden.device))
+
+        return run_forward(forward, batch, self.attention, self._caches, self.model.attention_layers)
 
     def _catch_up(self, rows: Mapping[str, int], ends: Mapping[str, int], known: Mapping[str, int]) -> Drafts:
         """Pairs of all tokens that the target kept in this step; the newest gives the first draft."""

@@ -16,7 +16,7 @@ from minivllm.spec_decode.base import Drafts
 from minivllm.spec_decode.throttle import NUM_TRUST, Throttle
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 
 class Guess(NamedTuple):
@@ -28,7 +28,7 @@ NOTHING = Guess([], 0)
 
 
 class Lookup(Protocol):
-    """The index of one request. Built as make(prompt and earlier output, number of prompt tokens)."""
+    """The index of one request. Built as make(its Join)."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """More output."""
@@ -46,7 +46,7 @@ class Lookup(Protocol):
 class LookupProposer:
     lookahead = 0
 
-    def __init__(self, make: Callable[[Sequence[int], int], Lookup], k: int, throttle: Throttle):
+    def __init__(self, make: Callable[[Join], Lookup], k: int, throttle: Throttle):
         self.make = make
         self.kv_caches: list[Tensor] = []
         self.k = k
@@ -55,7 +55,7 @@ class LookupProposer:
         self.trust: dict[int, int] = {}  # of the row's last guess
 
     def join(self, row: int, join: Join) -> None:
-        self.lookups[row] = self.make(join.token_ids, join.num_prompt_tokens)
+        self.lookups[row] = self.make(join)
         self.throttle.reset(row)
 
     def leave(self, row: int) -> None:

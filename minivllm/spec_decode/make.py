@@ -6,17 +6,18 @@ Recipe), what builds on the worker's parts comes after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
+from minivllm.attention.base import AttentionBackend, AttentionSpec, kv_spec
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
-from minivllm.sampling.draws import Draws
+from minivllm.plan import Join
+from minivllm.sampling.pick import Draws
 from minivllm.sampling.rejection import Rejection
 from minivllm.sampling.verify import PickFor
 from minivllm.sampling.verify import match as pick_by_match
@@ -26,7 +27,7 @@ from minivllm.spec_decode.eagle import EagleProposer, load_eagle, random_eagle
 from minivllm.spec_decode.lookup import Lookup, LookupProposer
 from minivllm.spec_decode.medusa import MedusaProposer, load_heads, random_heads
 from minivllm.spec_decode.ngram import NGram
-from minivllm.spec_decode.suffix import EarlierOutputs, SuffixLookup
+from minivllm.spec_decode.suffix import EarlierBySalt, SuffixLookup
 
 MakeProposer = Callable[[EngineConfig, LoadedModel, torch.dtype, torch.device], Recipe]
 MakeAcceptance = Callable[[Proposer, Draws], PickFor]
@@ -38,15 +39,17 @@ def none(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device: 
 
 def ngram(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device: torch.device) -> Recipe:
     low, high = config.spec_decode.ngram_min, config.spec_decode.ngram_max
-    return _lookup(config, lambda tokens, num_prompt: NGram(tokens, low, high))
+    return _lookup(config, lambda join: NGram(join.token_ids, low, high))
 
 
 def suffix(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device: torch.device) -> Recipe:
-    earlier = EarlierOutputs(config.spec_decode.suffix_tokens)
-    return _lookup(config, lambda tokens, num_prompt: SuffixLookup(tokens, num_prompt, earlier))
+    earlier = EarlierBySalt(config.spec_decode.suffix_tokens)
+    return _lookup(
+        config, lambda join: SuffixLookup(join.token_ids, join.num_prompt_tokens, earlier.of(join.cache_salt))
+    )
 
 
-def _lookup(config: EngineConfig, make: Callable[[Sequence[int], int], Lookup]) -> Recipe:
+def _lookup(config: EngineConfig, make: Callable[[Join], Lookup]) -> Recipe:
     return Recipe(lambda target: LookupProposer(make, config.spec_decode.k, target.throttle))
 
 
@@ -54,7 +57,7 @@ def draft(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device:
     path = config.spec_decode.model
     if path is None:
         raise ConfigError("spec_decode.method=draft needs spec_decode.model: a smaller model with the same vocabulary")
-    drafter = load_model(path, dtype, device, seed=config.model.seed)
+    drafter = load_model(path, dtype, device, seed=config.model.seed, dtype_asked=config.model.dtype != "auto")
     if drafter.spec.vocab_size != loaded.spec.vocab_size:
         raise ConfigError(
             f"spec_decode.model={path} has {drafter.spec.vocab_size} tokens, the model {loaded.spec.vocab_size}: "
@@ -106,7 +109,7 @@ def eagle(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device:
     if path.startswith("dummy:"):
         head = random_eagle(loaded.spec, dtype, device, config.model.seed)
     else:
-        head = load_eagle(Path(path).expanduser(), loaded.spec, loaded.model.embedding, dtype, device)
+        head = load_eagle(Path(path).expanduser(), loaded.spec, loaded.model.embed, dtype, device)
     own = _own_layers(head.attention_layers, config.kv.block_size, dtype)
 
     def make(target: Target) -> Proposer:
@@ -117,7 +120,7 @@ def eagle(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, device:
 
 
 def _own_layers(layers: list[AttentionSpec], block_size: int, dtype: torch.dtype) -> OwnLayers:
-    return OwnLayers(layers, KVSpec(len(layers), layers[0].num_kv_heads, layers[0].head_size, block_size, dtype))
+    return OwnLayers(layers, kv_spec(layers, block_size, dtype))
 
 
 def _cache_for(target: Target, own: OwnLayers, device: torch.device) -> tuple[AttentionBackend, list[Tensor]]:

@@ -32,7 +32,7 @@ from minivllm.spec_decode.base import Drafts, Target
 from minivllm.upload import upload
 
 if TYPE_CHECKING:
-    from minivllm.runner.batch import InputBatch
+    from minivllm.batch import InputBatch
 
 # (pattern, what it is): groups are head, layer and kind
 _LAYOUTS = (

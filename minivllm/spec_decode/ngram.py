@@ -63,7 +63,7 @@ class NGram:
 
 
 def naive_draft(tokens: Sequence[int], low: int, high: int, most: int) -> list[int]:
-    """The slow twin of NGram.draft: searches the text."""
+    """The slow reference of NGram.draft: searches the text."""
     tokens = list(tokens)
     for n in range(min(high, len(tokens) - 1), low - 1, -1):
         for at in range(len(tokens) - 1, n - 1, -1):

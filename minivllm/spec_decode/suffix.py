@@ -1,9 +1,9 @@
 """Suffix lookup: which continuation is the most frequent one after the longest ending that was seen before?
 (SuffixDecoding, Oliaro et al. 2024, arXiv 2411.04975.)
 
-Two texts are searched, the request's own (prompt and output) and earlier outputs of the engine, and the guess with the
-higher score is taken. From the state of the longest match the most frequent next token is followed, for as long as the
-product of its shares stays above MIN_CHANCE and the guess is no longer than the match supports (MAX_PER_MATCH); the
+Two texts are searched, the request's own (prompt and output) and earlier outputs of its cache_salt, and the guess with
+the higher score is taken. From the state of the longest match the most frequent next token is followed, for as long as
+the product of its shares stays above MIN_CHANCE and the guess is no longer than the match supports (MAX_PER_MATCH); the
 score is the sum of these products: the number of tokens expected to be accepted.
 
 The paper keeps suffix trees of bounded depth. Here it is a suffix automaton (Blumer et al. 1985): every substring of
@@ -13,13 +13,14 @@ before is then nothing to search for: it is the suffix link of the last state.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from minivllm.spec_decode.lookup import NOTHING, Guess, trust_of
 
 MIN_CHANCE = 0.2
 MAX_PER_MATCH = 2  # drafts for each token that matched
+MAX_SALTS = 64
 MAX_COUNTED = 24  # endings of the text, longest first, whose occurrences a new token counts
 
 
@@ -132,7 +133,11 @@ class EarlierOutputs:
         if self.num_tokens <= self.max_tokens:
             self._index(output)
             return
-        while self.num_tokens > max(self.max_tokens // 2, len(output)):
+        self.shrink(max(self.max_tokens // 2, len(output)))
+
+    def shrink(self, most: int) -> None:
+        """Forget the oldest outputs, until there are so many tokens at most."""
+        while self.num_tokens > most:
             self.num_tokens -= len(self.outputs.popleft())
         self.automaton = SuffixAutomaton()
         self.generation += 1
@@ -143,6 +148,26 @@ class EarlierOutputs:
         self.automaton.start_over()
         for token in output:
             self.automaton.extend(token)
+
+
+class EarlierBySalt:
+    """The outputs that a request may be guessed by: those of its cache_salt, since a guess that comes true makes an
+    answer come sooner, and so tells what was said before. At most MAX_SALTS of them, those used last, and `max_tokens`
+    in all, but for the outputs of requests that still run: who has most forgets half of it."""
+
+    def __init__(self, max_tokens: int):
+        self.max_tokens = max_tokens
+        self.by_salt: OrderedDict[str, EarlierOutputs] = OrderedDict()
+
+    def of(self, salt: str) -> EarlierOutputs:
+        found = self.by_salt.setdefault(salt, EarlierOutputs(self.max_tokens))
+        self.by_salt.move_to_end(salt)
+        if len(self.by_salt) > MAX_SALTS:
+            self.by_salt.popitem(last=False)
+        while sum(earlier.num_tokens for earlier in self.by_salt.values()) > self.max_tokens:
+            largest = max(self.by_salt.values(), key=lambda earlier: earlier.num_tokens)
+            largest.shrink(largest.num_tokens // 2)
+        return found
 
 
 class SuffixLookup:

@@ -33,6 +33,19 @@ class DFA:
     classes: np.ndarray  # [256] uint8: the column of a byte
     accepting: np.ndarray  # [states] bool
 
+    def packed(self) -> bytes:
+        return b"".join(
+            array.tobytes() for array in (self.classes, np.int32(len(self.table)), self.accepting, self.table)
+        )
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> DFA:
+        classes = np.frombuffer(data, np.uint8, 256)
+        (num_states,) = np.frombuffer(data, np.int32, 1, 256)
+        accepting = np.frombuffer(data, bool, num_states, 260)
+        table = np.frombuffer(data, np.int32, -1, 260 + num_states) if num_states else np.empty(0, np.int32)
+        return cls(table.reshape(num_states, -1), classes, accepting)
+
     def next(self, state: int, data: bytes) -> int:
         for byte in data:
             state = self.table[state, self.classes[byte]]
@@ -82,7 +95,10 @@ class NFA:
             for _ in range(node.high - node.low):
                 target = self.state((self.add(node.item, target), end))
         for _ in range(node.low):
-            target = self.add(node.item, target)
+            entry = self.add(node.item, target)
+            if entry == target:  # it reads nothing, and so would a billion of it
+                break
+            target = entry
         return target
 
     def _chars(self, ranges: Ranges, target: int) -> int:

@@ -16,8 +16,11 @@ import numpy as np
 
 from minivllm.errors import BadRequest
 from minivllm.structured import regex
+from minivllm.structured.bounds import nested_bounds
 from minivllm.structured.params import StructuredParams
 from minivllm.structured.trie import TokenTrie
+
+MAX_COPIES = 100_000  # of a piece of a grammar, by bounds inside bounds
 
 
 class Unsupported(BadRequest):
@@ -42,6 +45,15 @@ class Vocabulary:
     @cached_property
     def trie(self) -> TokenTrie:
         return TokenTrie(self.tokens)
+
+    @cached_property
+    def by_first_byte(self) -> dict[int, list[int]]:
+        """Ids of tokens, by the first byte that they add."""
+        found: dict[int, list[int]] = {}
+        for i, token in enumerate(self.tokens):
+            if token:
+                found.setdefault(token[0], []).append(i)
+        return found
 
     @cached_property
     def eos_mask(self) -> np.ndarray:
@@ -79,12 +91,19 @@ class CompiledGrammar(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """Built as cls(vocabulary), on the first request that needs it. Thread-safe."""
+    """Built as cls(vocabulary), on the first request that needs it. Thread-safe.
+
+    Both methods raise BadRequest for a specification that is wrong or too large, Unsupported for one that the backend
+    cannot enforce."""
 
     requires: ClassVar[str | None]  # the package that must be installed
 
-    def compile(self, params: StructuredParams) -> CompiledGrammar:
-        """Raises BadRequest for a specification that is wrong or too large, Unsupported for one it cannot enforce."""
+    def translate(self, params: StructuredParams) -> bytes:
+        """All that is read and found out in Python, as what `build` needs: the library's notation, or a table. Where
+        clients are strangers this happens in a child (trial.py), and so does a first `build`."""
+
+    def build(self, params: StructuredParams, source: bytes) -> CompiledGrammar:
+        """source: what `translate` gave for these params."""
 
 
 def read_regex(params: StructuredParams) -> regex.Node:
@@ -93,6 +112,13 @@ def read_regex(params: StructuredParams) -> regex.Node:
         return regex.parse(params.regex)
     except regex.RegexError as e:
         raise params.error(f"regex: {e}") from None
+
+
+def read_grammar(params: StructuredParams) -> str:
+    """The request's grammar. Raises BadRequest for one whose nested bounds stand for too many copies."""
+    if nested_bounds(params.grammar) > MAX_COPIES:
+        raise params.error(f"grammar: its bounds inside bounds stand for over {MAX_COPIES:,} copies")
+    return params.grammar
 
 
 def pack(bits: np.ndarray) -> np.ndarray:

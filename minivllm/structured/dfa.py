@@ -9,6 +9,7 @@ Outlines did it (Willard and Louf, 2023) before grammars with recursion were mas
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,16 +23,20 @@ MAX_MASKS = 1024  # kept for a grammar, 6 KB each with a vocabulary of 49,152
 
 
 class DFABackend:
-    requires = None
+    requires: ClassVar[str | None] = None
 
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
 
-    def compile(self, params: StructuredParams) -> CompiledDFA:
+    def translate(self, params: StructuredParams) -> bytes:
         try:
-            return CompiledDFA(compile_tree(self._tree(params)), self.vocabulary)
+            return compile_tree(self._tree(params)).packed()
         except TooLarge as e:
             raise Unsupported(f"{params.field}: {params.kind} is too large: {e}", params.field) from None
+
+    def build(self, params: StructuredParams, source: bytes) -> CompiledDFA:
+        assert self.vocabulary.trie  # made here, beside the step loop, and not by the first mask
+        return CompiledDFA(DFA.unpacked(source), self.vocabulary)
 
     def _tree(self, params: StructuredParams) -> regex.Node:
         if params.kind == "regex":

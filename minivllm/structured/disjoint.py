@@ -4,67 +4,133 @@ oneOf asks that exactly one alternative fits. A grammar writes a value by one al
 others, so it keeps the promise only if no value fits two. That is seen here from types, from constants, and from a
 property that all alternatives require with different constants (a discriminator). What is not seen counts as
 overlapping: backends then refuse the schema by name, and anyOf remains.
+
+References let a few kilobytes name the same two schemas in 12^7 ways: each pair is compared once at each depth. That
+is polynomial, and the work of a document has a limit besides.
 """
 
 from __future__ import annotations
 
 import json
-from itertools import combinations
+from itertools import chain, combinations, product
 from typing import Any
 
-from minivllm.structured.schema import TYPES, Schema, fits_types, resolve, types_of
+from minivllm.structured.schema import TYPES, Schema, SchemaError, fits_types, resolve, types_of
 
 MAX_DEPTH = 8  # of properties inside properties, and of references
+MAX_WORK = 200_000  # comparisons of two schemas, and values looked at, in one document: about a second
 
 
-def overlapping(alternatives: list[Schema], root: Schema) -> tuple[int, int] | None:
-    """Two alternatives that may both fit some value, by their numbers."""
-    for (i, a), (j, b) in combinations(enumerate(alternatives), 2):
-        if not _disjoint(a, b, root, MAX_DEPTH):
-            return i, j
-    return None
+class Alternatives:
+    """Of one document, `root`. Nothing of it may change meanwhile: schemas are known by their ids."""
 
+    def __init__(self, root: Schema):
+        self.root = root
+        self.work = 0
+        self._found: dict[int, tuple[list[Schema], tuple[int, int] | None]] = {}  # by a oneOf, which is kept alive
+        self._disjoint_pairs: dict[tuple[int, int, int], bool] = {}  # by two schemas and the depth that is left
+        self._resolved: dict[str, Schema] = {}
+        self._keys: dict[int, frozenset[str] | None] = {}  # of the values of a schema
+        self._required: dict[int, frozenset[str]] = {}
 
-def _disjoint(a: Schema, b: Schema, root: Schema, depth: int) -> bool:
-    a, b = (_follow(s, root, depth) for s in (a, b))
-    if a is False or b is False:
-        return True
-    if a is True or b is True or not depth:
+    def overlapping(self, alternatives: list[Schema]) -> tuple[int, int] | None:
+        """Two alternatives that may both fit some value, by their numbers. Raises SchemaError beyond MAX_WORK."""
+        if id(alternatives) not in self._found:
+            self._found[id(alternatives)] = alternatives, self._first_pair(alternatives)
+        return self._found[id(alternatives)][1]
+
+    def _first_pair(self, alternatives: list[Schema]) -> tuple[int, int] | None:
+        constants: dict[str, int] = {}  # value -> the alternative that it is of: thousands of constants are no pairs
+        others = []
+        for i, alternative in enumerate(alternatives):
+            followed = self._follow(alternative, MAX_DEPTH)
+            keys = self._keys_of(followed) if _is_plain(followed) else None
+            if keys is None:
+                others.append(i)
+            elif twice := constants.keys() & keys:
+                return constants[min(twice)], i
+            else:
+                constants |= dict.fromkeys(keys, i)
+        plain = sorted(set(constants.values()))
+        pairs = chain(combinations(others, 2), product(others, plain))
+        return next((tuple(sorted(pair)) for pair in pairs if not self._excluded(alternatives, *pair)), None)
+
+    def _excluded(self, alternatives: list[Schema], i: int, j: int) -> bool:
+        return self._disjoint(alternatives[i], alternatives[j], MAX_DEPTH)
+
+    def _disjoint(self, a: Schema, b: Schema, depth: int) -> bool:
+        pair = id(a), id(b), depth
+        if pair not in self._disjoint_pairs:
+            self._disjoint_pairs[pair] = self._compare(a, b, depth)
+        return self._disjoint_pairs[pair]
+
+    def _compare(self, a: Schema, b: Schema, depth: int) -> bool:
+        self._spend(1)
+        a, b = (self._follow(s, depth) for s in (a, b))
+        if a is False or b is False:
+            return True
+        if a is True or b is True or not depth:
+            return False
+        if not (_types(a) & _types(b)):
+            return True
+        for one, other in ((a, b), (b, a)):
+            for key in ("anyOf", "oneOf"):
+                if key in one:
+                    return all(self._disjoint(inner, other, depth - 1) for inner in one[key])
+        keys_a, keys_b = self._keys_of(a), self._keys_of(b)
+        if keys_a is not None and keys_b is not None:
+            self._spend(min(len(keys_a), len(keys_b)))
+            return not (keys_a & keys_b)
+        for one, other in ((a, b), (b, a)):
+            if (values := _values(one)) is not None:
+                self._spend(len(values))
+                if not any(fits_types(v, types_of(other)) for v in values):
+                    return True
+        if _types(a) & _types(b) == {"object"}:
+            return self._told_apart(a, b, depth)
         return False
-    if not (_types(a) & _types(b)):
-        return True
-    for one, other in ((a, b), (b, a)):
-        for key in ("anyOf", "oneOf"):
-            if key in one:
-                return all(_disjoint(inner, other, root, depth - 1) for inner in one[key])
-    values_a, values_b = _values(a), _values(b)
-    if values_a is not None and values_b is not None:
-        return not ({_key(v) for v in values_a} & {_key(v) for v in values_b})
-    for values, other in ((values_a, b), (values_b, a)):
-        if values is not None and not any(fits_types(v, types_of(other)) for v in values):
+
+    def _told_apart(self, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
+        """A property that both require and that no value fits for both; or one requires what the other forbids."""
+        in_a, in_b = a.get("properties", {}), b.get("properties", {})
+        required_a, required_b = self._required_of(a), self._required_of(b)
+        self._spend(len(required_a) + len(required_b))
+        shared = (name for name in in_a if name in in_b and name in required_a and name in required_b)
+        if any(self._disjoint(in_a[name], in_b[name], depth - 1) for name in shared):
             return True
-    if _types(a) & _types(b) == {"object"}:
-        return _told_apart(a, b, root, depth)
-    return False
+        forbids_a, forbids_b = (s.get("additionalProperties") is False and "patternProperties" not in s for s in (a, b))
+        return bool(forbids_b and required_a - in_b.keys() or forbids_a and required_b - in_a.keys())
+
+    def _follow(self, schema: Schema, depth: int) -> Schema:
+        for _ in range(depth):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                return schema
+            reference = schema["$ref"]
+            if reference not in self._resolved:
+                self._resolved[reference] = resolve(reference, self.root)
+            schema = self._resolved[reference]
+        return True if isinstance(schema, dict) and "$ref" in schema else schema
+
+    def _keys_of(self, schema: dict[str, Any]) -> frozenset[str] | None:
+        if id(schema) not in self._keys:
+            values = _values(schema)
+            self._keys[id(schema)] = None if values is None else frozenset(map(_key, values))
+        return self._keys[id(schema)]
+
+    def _required_of(self, schema: dict[str, Any]) -> frozenset[str]:
+        if id(schema) not in self._required:
+            self._required[id(schema)] = frozenset(schema.get("required", ()))
+        return self._required[id(schema)]
+
+    def _spend(self, work: int) -> None:
+        self.work += work
+        if self.work > MAX_WORK:
+            raise SchemaError(f"whether the alternatives of oneOf overlap takes over {MAX_WORK:,} steps: use anyOf")
 
 
-def _told_apart(a: dict[str, Any], b: dict[str, Any], root: Schema, depth: int) -> bool:
-    """A property that both require and that no value fits for both; or one requires what the other forbids."""
-    in_a, in_b = a.get("properties", {}), b.get("properties", {})
-    required_a, required_b = set(a.get("required", ())), set(b.get("required", ()))
-    for name in required_a & required_b & set(in_a) & set(in_b):
-        if _disjoint(in_a[name], in_b[name], root, depth - 1):
-            return True
-    forbids_a, forbids_b = (s.get("additionalProperties") is False and "patternProperties" not in s for s in (a, b))
-    return bool(forbids_b and required_a - set(in_b) or forbids_a and required_b - set(in_a))
-
-
-def _follow(schema: Schema, root: Schema, depth: int) -> Schema:
-    for _ in range(depth):
-        if not isinstance(schema, dict) or "$ref" not in schema:
-            return schema
-        schema = resolve(schema["$ref"], root)
-    return True if isinstance(schema, dict) and "$ref" in schema else schema
+def _is_plain(schema: Schema) -> bool:
+    """Its values say all."""
+    return isinstance(schema, dict) and _values(schema) is not None and not {"anyOf", "oneOf", "type"} & schema.keys()
 
 
 def _types(schema: dict[str, Any]) -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from minivllm.structured import schema as schemas
 from minivllm.structured.base import Unsupported
-from minivllm.structured.disjoint import overlapping
+from minivllm.structured.disjoint import Alternatives
 from minivllm.structured.json_text import (
     INTEGER,
     NUMBER,
@@ -61,6 +61,7 @@ class _Refused(ValueError):
 class _Writer:
     def __init__(self, root: schemas.Schema, compact: bool):
         self.root = root
+        self.alternatives = Alternatives(root)
         self.comma = literal(", ") if compact else seq(SPACE, chars(","), SPACE)
         self.colon = literal(": ") if compact else seq(SPACE, chars(":"), SPACE)
         self.space = EMPTY if compact else SPACE
@@ -104,7 +105,7 @@ class _Writer:
             if not fitting:
                 raise _Refused(f"{path}/{keyword} holds no value of the type asked for")
             return alt(*(self.constant(v) for v in fitting))
-        if keyword == "oneOf" and (pair := overlapping(schema["oneOf"], self.root)):
+        if keyword == "oneOf" and (pair := self.alternatives.overlapping(schema["oneOf"])):
             raise _Refused(f"{path}/oneOf: alternatives {pair[0]} and {pair[1]} may both fit one value; use anyOf")
         inner = enumerate(schema[keyword])
         return alt(*(self.value(s, f"{path}/{keyword}/{i}", inside) for i, s in inner if s is not False))

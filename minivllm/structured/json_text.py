@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from minivllm.structured.params import MAX_WHITESPACE
 from minivllm.structured.regex import (
     EMPTY,
     Alt,
@@ -38,7 +39,7 @@ NUMBER = seq(
     optional(seq(chars("."), DIGITS)),
     optional(seq(chars("eE"), optional(chars("+-")), Repeat(DIGIT, 1, 2))),  # two digits: no overflow to infinity
 )
-SPACE = Repeat(chars(" \t\r\n"), 0, None)
+SPACE = Repeat(chars(" \t\r\n"), 0, MAX_WHITESPACE)
 
 
 def string_tree(schema: dict[str, Any]) -> Node:

@@ -7,14 +7,14 @@ multipleOf, bounds of numbers and many formats are enforced. It limits its own w
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from minivllm.structured import schema as schemas
-from minivllm.structured.base import Unsupported, Vocabulary, read_regex
-from minivllm.structured.disjoint import overlapping
-from minivllm.structured.params import StructuredParams
+from minivllm.structured.base import Unsupported, Vocabulary, read_grammar, read_regex
+from minivllm.structured.disjoint import Alternatives
+from minivllm.structured.params import MAX_WHITESPACE, StructuredParams
 from minivllm.structured.regex import render
 
 # Where only one text can follow, it would allow that text's usual tokens alone; here every token that fits is allowed,
@@ -23,7 +23,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
 class LLGuidanceBackend:
-    requires = "llguidance"
+    requires: ClassVar[str | None] = "llguidance"
 
     def __init__(self, vocabulary: Vocabulary):
         import llguidance
@@ -35,11 +35,14 @@ class LLGuidanceBackend:
             eos_token=list(vocabulary.eos_ids),
         )
 
-    def compile(self, params: StructuredParams) -> CompiledLLGuidance:
+    def translate(self, params: StructuredParams) -> bytes:
+        return self._lark(params).encode()
+
+    def build(self, params: StructuredParams, source: bytes) -> CompiledLLGuidance:
         from llguidance import LLMatcher
 
-        source = LLMatcher.grammar_from_lark(_OPTIONS + self._lark(params))
-        matcher = LLMatcher(self._tokenizer, source, log_level=0)
+        grammar = LLMatcher.grammar_from_lark(_OPTIONS + source.decode())
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())
             raise Unsupported(f"{params.field}: {params.kind}: {reason[:500]}", params.field)
@@ -69,17 +72,18 @@ def _schema(root: schemas.Schema, params: StructuredParams) -> str:
     if root is False:
         raise Unsupported(f"{params.field}: json: no value fits false", params.field)
     options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-    options = options if params.disable_any_whitespace else {"whitespace_pattern": r"[ \t\r\n]*"}
+    options = options if params.disable_any_whitespace else {"whitespace_pattern": rf"[ \t\r\n]{{0,{MAX_WHITESPACE}}}"}
     choices = [s["oneOf"] for _, s in schemas.subschemas(root) if isinstance(s, dict) and "oneOf" in s]
-    options["coerce_one_of"] = not any(overlapping(alternatives, root) for alternatives in choices)
+    options["coerce_one_of"] = not any(map(Alternatives(root).overlapping, choices))
     return json.dumps({**close_objects(root), "x-guidance": options})
 
 
 def _from_any_notation(params: StructuredParams) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
+    grammar = read_grammar(params)
     try:
-        return any_to_lark(params.grammar)
+        return any_to_lark(grammar)
     except Exception as e:  # the converter raises whatever its parsing runs into
         raise Unsupported(f"{params.field}: grammar: {e}", params.field) from None
 

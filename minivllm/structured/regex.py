@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 MAX_CODE = 0x10FFFF
 MAX_DEPTH = 50  # groups inside groups
+MAX_COUNT_DIGITS = 9  # of a bound
 Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, apart from each other, both ends included
 
 
@@ -122,6 +123,102 @@ def parse_search(pattern: str) -> Node:
     return alt(*branches)
 
 
+def nested_bounds(node: Node) -> int:
+    """The largest product of bounds inside bounds; 1 if there are none."""
+    if isinstance(node, Chars):
+        return 1
+    if isinstance(node, Repeat):
+        return nested_bounds(node.item) * max(node.low, node.high or 0, 1)
+    return max(map(nested_bounds, node.items), default=1)
+
+
+def simplify(node: Node) -> Node:
+    """The same texts with fewer ways to read each: `((a*)*)*`, `(a+)+`, `(a?b*)*` and `a*a*`, of which a hundred make a
+    parser that follows all ways at once slow, become `a*`, `a+`, `[ab]*` and `a*`."""
+    if isinstance(node, Chars):
+        return node
+    if isinstance(node, Repeat):
+        return _repeated(simplify(node.item), node.low, node.high)
+    items = [simplify(item) for item in node.items]
+    return _one_of(items) if isinstance(node, Alt) else _in_a_row(items)
+
+
+def is_nullable(node: Node) -> bool:
+    """Whether it matches the empty text."""
+    if isinstance(node, Chars):
+        return False
+    if isinstance(node, Repeat):
+        return node.low == 0 or is_nullable(node.item)
+    return (any if isinstance(node, Alt) else all)(map(is_nullable, node.items))
+
+
+def _repeated(item: Node, low: int, high: int | None) -> Node:
+    """item: simplified, here and below."""
+    if high == 0 or item == EMPTY:
+        return EMPTY
+    if high is None and is_nullable(item):
+        low = 0
+    if high is None and low <= 1:
+        item = _one_of([piece for part in _parts(item, low) for piece in _once(part)])
+        if item == EMPTY:
+            return EMPTY
+    if isinstance(item, Repeat) and (bounds := _multiplied((item.low, item.high), (low, high))) is not None:
+        return _repeated(item.item, *bounds) if bounds != (low, high) else Repeat(item.item, low, high)
+    return item if (low, high) == (1, 1) else Repeat(item, low, high)
+
+
+def _parts(item: Node, low: int) -> tuple[Node, ...]:
+    """What comes in any order and number where `item` does: alternatives, and items of a row that may all be absent."""
+    if isinstance(item, Alt):
+        return tuple(part for one in item.items for part in _parts(one, low))
+    if isinstance(item, Seq) and not low and is_nullable(item):
+        return tuple(part for one in item.items for part in _parts(one, low))
+    return (item,)
+
+
+def _once(part: Node) -> tuple[Node, ...]:
+    """The same where any number of it may come."""
+    if isinstance(part, Repeat) and part.low <= 1:
+        return (part.item,)
+    return () if part == EMPTY else (part,)
+
+
+def _multiplied(inner: tuple[int, int | None], outer: tuple[int, int | None]) -> tuple[int, int | None] | None:
+    """The bounds of one repetition that is as good as two; None if numbers between them are left out."""
+    (a, b), (c, d) = inner, outer
+    closes_up = c == d or (b is None or (c + 1) * a <= c * b + 1 if c else a <= 1)  # c times item meets c + 1 times
+    return (a * c, None if b is None or d is None else b * d) if closes_up else None
+
+
+def _in_a_row(items: list[Node]) -> Node:
+    found: list[Node] = []
+    for item in items:
+        for part in item.items if isinstance(item, Seq) else (item,):
+            merged = _merged(found[-1], part) if found else None
+            if merged is not None:
+                found[-1] = merged
+            else:
+                found.append(part)
+    return seq(*found)
+
+
+def _merged(one: Node, other: Node) -> Node | None:
+    """Two neighbours as one repetition, where either has a choice of how often."""
+    repeats = [node if isinstance(node, Repeat) else Repeat(node, 1, 1) for node in (one, other)]
+    if repeats[0].item != repeats[1].item or all(node.low == node.high for node in repeats):
+        return None
+    highs = [node.high for node in repeats]
+    return Repeat(repeats[0].item, sum(node.low for node in repeats), None if None in highs else sum(highs))
+
+
+def _one_of(items: list[Node]) -> Node:
+    parts = [part for item in items for part in (item.items if isinstance(item, Alt) else (item,))]
+    singles = [span for part in parts if isinstance(part, Chars) for span in part.ranges]
+    others = dict.fromkeys(part for part in parts if not isinstance(part, Chars))  # in their order, each once
+    found = ([Chars(_union(singles))] if singles else []) + list(others)
+    return alt(*found) if found else EMPTY
+
+
 def size(node: Node) -> int:
     """Characters of the expression once its counted repetitions are written out."""
     if isinstance(node, Chars):
@@ -132,20 +229,24 @@ def size(node: Node) -> int:
 
 
 def render(node: Node) -> str:
-    """The expression again, in a notation so plain (characters, classes of code points, groups, `|`, bounds) that every
-    backend reads it alike. What `.` and `\\d` mean is decided here and nowhere else."""
+    """The expression again, simplified, in a notation so plain (characters, classes of code points, groups, `|`,
+    bounds) that every backend reads it alike. What `.` and `\\d` mean is decided here and nowhere else."""
+    return _written(simplify(node))
+
+
+def _written(node: Node) -> str:
     if isinstance(node, Chars):
         if len(node.ranges) == 1 and node.ranges[0][0] == node.ranges[0][1]:
             return _shown(node.ranges[0][0])
         spans = (_shown(a) if a == b else f"{_shown(a)}-{_shown(b)}" for a, b in intersect(node.ranges, negate(())))
         return f"[{''.join(spans)}]"
     if isinstance(node, Seq):
-        return "".join(map(render, node.items))
+        return "".join(map(_written, node.items))
     if isinstance(node, Alt):
-        texts = list(dict.fromkeys(map(render, node.items)))
+        texts = list(dict.fromkeys(map(_written, node.items)))
         group = f"(?:{'|'.join(text for text in texts if text)})" if any(texts) else ""
         return f"(?:{group})?" if group and "" in texts else group
-    inner = render(node.item)
+    inner = _written(node.item)
     if not inner or node.high == 0:
         return ""
     high = "" if node.high is None else node.high
@@ -215,6 +316,8 @@ class Parser:
         low, comma, high = self.pattern[self.at + 1 : end].partition(",")
         if end < 0 or not low.isdecimal() or not (high.isdecimal() or not high):
             raise self._error("a { that begins no {m}, {m,} or {m,n} (write \\{ for the character)")
+        if any(len(bound.lstrip("0")) > MAX_COUNT_DIGITS for bound in (low, high)):
+            raise self._error(f"a bound of over {MAX_COUNT_DIGITS} digits")
         bounds = int(low), int(high) if high else (None if comma else int(low))
         if bounds[1] is not None and bounds[1] < bounds[0]:
             raise self._error("bounds in the wrong order")

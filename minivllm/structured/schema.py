@@ -7,14 +7,18 @@ lets anything through. `resolve` follows local references. Nothing is fetched: a
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 MAX_DEPTH = 64  # subschemas inside subschemas
-ANNOTATIONS = frozenset(
+MAX_COUNT = 10**9 - 1  # of characters, items, properties
+MAX_NUMBER = sys.float_info.max
+MAX_NAME = 100  # characters of a property's name that a place shows
+ANNOTATIONS = frozenset(  # and OpenAI's `strict`, which clients also put inside a schema: each is held to it anyway
     ("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id")
-    + ("$comment", "$anchor", "$defs", "definitions", "contentMediaType", "contentEncoding")
+    + ("$comment", "$anchor", "$defs", "definitions", "contentMediaType", "contentEncoding", "strict")
 )
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -39,15 +43,14 @@ class Place(NamedTuple):
 def load(text: str) -> Schema:
     """Raises SchemaError for what is no schema."""
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_float=_finite_float, parse_constant=_finite_float)
     except (ValueError, RecursionError) as e:
         raise SchemaError(f"not valid JSON: {e}") from None
     places = list(subschemas(schema))
     for place in places:
         check(place, schema)
-    for place in places:
-        _check_reference_chain(place, schema)
-    if not _Finite(schema)(schema, frozenset()):
+    _check_reference_chains(places, schema)
+    if not _Needs(schema).can_be_met():
         raise SchemaError("#: no value fits, since each would have to hold another one of its kind")
     return schema
 
@@ -93,9 +96,9 @@ def check(place: Place, root: Schema) -> None:
     for key in _LISTS:
         expect(key, isinstance(schema.get(key), list) and bool(schema.get(key)), "a list of schemas")
     for key in _COUNTS:
-        expect(key, _is_number(schema.get(key)) and schema[key] >= 0 and schema[key] == int(schema[key]), "a count")
+        expect(key, _is_count(schema.get(key)), f"a count, {MAX_COUNT:,} at most")
     for key in _NUMBERS:
-        expect(key, _is_number(schema.get(key)), "a number")
+        expect(key, _is_number(schema.get(key)), "a number that a double can be")
     expect("enum", isinstance(schema.get("enum"), list) and bool(schema.get("enum")), "a list of values")
     expect("pattern", isinstance(schema.get("pattern"), str), "a string")
     expect("format", isinstance(schema.get("format"), str), "a string")
@@ -152,44 +155,76 @@ def assertions(schema: dict[str, Any]) -> set[str]:
     return set(schema) - ANNOTATIONS
 
 
-def _check_reference_chain(place: Place, root: Schema) -> None:
-    """A schema that is itself, without anything in between, means nothing (and no backend would ever end)."""
-    pending, seen = [place.schema], set()
-    while pending:
-        schema = pending.pop()
-        if id(schema) in seen:
-            continue
-        seen.add(id(schema))
-        if isinstance(schema, dict):
-            direct = [resolve(schema["$ref"], root)] if "$ref" in schema else []
-            direct += [s for key in ("anyOf", "oneOf", "allOf") for s in schema.get(key, ())]
-            if any(inner is place.schema for inner in direct):
-                raise SchemaError(f"{place.path}: a schema that refers to itself and to nothing else")
-            pending += direct
+def _check_reference_chains(places: list[Place], root: Schema) -> None:
+    """A schema that is itself, without anything in between, means nothing (and no backend would ever end). Each schema
+    is entered once, however many refer to it."""
+    paths = {id(place.schema): place.path for place in reversed(places) if isinstance(place.schema, dict)}
+    entered: set[int] = set()
+    for place in places:
+        chain: dict[int, Iterator[Schema]] = {}  # the schemas that led here, each with where else it leads
+        pending = [place.schema]
+        while pending:
+            schema = pending.pop()
+            if id(schema) in chain:
+                raise SchemaError(f"{paths.get(id(schema), '#')}: a schema that refers to itself and to nothing else")
+            if isinstance(schema, dict) and id(schema) not in entered:
+                entered.add(id(schema))
+                chain[id(schema)] = iter(_direct(schema, root))
+            while chain and not pending:
+                last = next(reversed(chain))
+                if (following := next(chain[last], None)) is None:
+                    del chain[last]
+                else:
+                    pending.append(following)
 
 
-class _Finite:
+def _direct(schema: dict[str, Any], root: Schema) -> list[Schema]:
+    """What a value of the schema must be as well, or may be."""
+    found = [resolve(schema["$ref"], root)] if "$ref" in schema else []
+    return found + [s for key in ("anyOf", "oneOf", "allOf") for s in schema.get(key, ())]
+
+
+class _Needs:
     """Whether some value of finite size fits a schema. Only recursion is looked at: what a schema needs, its required
-    properties and its first items, must lead out of it."""
+    properties and its first items, must lead out of it.
+
+    Each schema has conditions, each met by any of some schemas. One whose conditions are all met is finite, and meets
+    those of others: as many steps as there are conditions (unit resolution of Horn clauses, Dowling and Gallier 1984).
+    """
 
     def __init__(self, root: Schema):
         self.root = root
-        self.finite: set[int] = set()  # schemas (by id) that are known to be
-        self.patience = 100_000
 
-    def __call__(self, schema: Schema, inside: frozenset[int]) -> bool:
-        self.patience -= 1
-        if not isinstance(schema, dict) or id(schema) in self.finite or self.patience < 0:
-            return True
-        if id(schema) in inside:
-            return False
-        inside = inside | {id(schema)}
-        needed = all(self(s, inside) for s in self._needs(schema))
-        choices = [schema[key] for key in ("anyOf", "oneOf") if key in schema]
-        found = needed and all(any(self(s, inside) for s in alternatives) for alternatives in choices)
-        if found:
-            self.finite.add(id(schema))
-        return found
+    def can_be_met(self) -> bool:
+        unmet: dict[int, int] = {}  # schema (by id) -> how many of its conditions are not met
+        meets: dict[int, list[tuple[int, int]]] = {}  # schema -> (whose, which) conditions it meets
+        pending, finite = [self.root], []
+        while pending:
+            schema = pending.pop()
+            if id(schema) in unmet:
+                continue
+            conditions = self._conditions(schema)
+            unmet[id(schema)] = len(conditions)
+            if not conditions:
+                finite.append(id(schema))
+            for which, others in enumerate(conditions):
+                for other in others:
+                    meets.setdefault(id(other), []).append((id(schema), which))
+                pending += others
+        met: set[tuple[int, int]] = set()
+        for found in finite:  # grows while it is read
+            for condition in meets.get(found, ()):
+                if condition not in met:
+                    met.add(condition)
+                    unmet[condition[0]] -= 1
+                    if not unmet[condition[0]]:
+                        finite.append(condition[0])
+        return not unmet[id(self.root)]
+
+    def _conditions(self, schema: Schema) -> list[list[Schema]]:
+        if not isinstance(schema, dict):
+            return []
+        return [[need] for need in self._needs(schema)] + [schema[key] for key in ("anyOf", "oneOf") if key in schema]
 
     def _needs(self, schema: dict[str, Any]) -> list[Schema]:
         needs = [resolve(schema["$ref"], self.root)] if "$ref" in schema else []
@@ -207,11 +242,25 @@ class _Finite:
 
 
 def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
+    """As part of a place. A long name would stand in the place of each schema inside."""
+    return (name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...").replace("~", "~0").replace("/", "~1")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_one and -MAX_NUMBER <= value <= MAX_NUMBER
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= MAX_COUNT and value == int(value)
+
+
+def _finite_float(text: str) -> float:
+    """What JSON's grammar or a double's range lacks (NaN, Infinity, 1e400) would be a number that is none."""
+    value = float(text)
+    if not -MAX_NUMBER <= value <= MAX_NUMBER:
+        raise ValueError(f"{text[:40]} is no number that a double can be")
+    return value
 
 
 def _shown(value: Any) -> str:

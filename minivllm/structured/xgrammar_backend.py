@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from minivllm.structured import schema as schemas
-from minivllm.structured.base import Unsupported, Vocabulary, read_regex
-from minivllm.structured.disjoint import overlapping
+from minivllm.structured.base import Unsupported, Vocabulary, read_grammar, read_regex
+from minivllm.structured.disjoint import Alternatives
 from minivllm.structured.json_text import plain, string_tree
-from minivllm.structured.params import StructuredParams
+from minivllm.structured.params import MAX_WHITESPACE, StructuredParams
 from minivllm.structured.regex import RegexError, parse_search, render, size
 
 # Characters of an expression once its counted repetitions are written out. XGrammar counts rather than writes them out,
@@ -39,7 +39,7 @@ _WHOLE = ("$ref", "enum", "const", "anyOf", "oneOf")
 
 
 class XGrammarBackend:
-    requires = "xgrammar"
+    requires: ClassVar[str | None] = "xgrammar"
 
     def __init__(self, vocabulary: Vocabulary):
         import xgrammar
@@ -54,28 +54,36 @@ class XGrammarBackend:
         threads = min(4, os.cpu_count() or 1)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
-    def compile(self, params: StructuredParams) -> CompiledXGrammar:
-        try:
-            return CompiledXGrammar(self._compile(params), self.vocabulary)
-        except (RuntimeError, ValueError) as e:  # its message ends with the reason, after the place in its source
-            reason = str(e).strip().splitlines()[-1].rpartition("] ")[2]
-            raise Unsupported(f"{params.field}: {params.kind}: {reason}", params.field) from None
-
-    def _compile(self, params: StructuredParams) -> Any:
-        free = not params.disable_any_whitespace
+    def translate(self, params: StructuredParams) -> bytes:
+        """A schema, an expression, or a grammar in its EBNF."""
         if params.kind == "json":
-            schema = json.dumps(read_schema(params))
-            return self._compiler.compile_json_schema(schema, any_whitespace=free, strict_mode=True)
+            return json.dumps(read_schema(params)).encode()
         if params.kind == "json_object":
-            return self._compiler.compile_json_schema('{"type":"object"}', any_whitespace=free, strict_mode=False)
+            return b'{"type":"object"}'
         if params.kind == "regex":
             node = read_regex(params)
             if size(node) > MAX_ATOMS:
                 raise Unsupported(f"{params.field}: regex: {TOO_MANY}", params.field)
-            return self._compiler.compile_regex(render(node))
+            return render(node).encode()
         if params.kind == "choice":
-            return self._compiler.compile_grammar("root ::= " + " | ".join(map(_quoted, params.choice)))
-        return self._compiler.compile_grammar(params.grammar)
+            return ("root ::= " + " | ".join(map(_quoted, params.choice))).encode()
+        return read_grammar(params).encode()
+
+    def build(self, params: StructuredParams, source: bytes) -> CompiledXGrammar:
+        try:
+            return CompiledXGrammar(self._compiled(params, source.decode()), self.vocabulary)
+        except (RuntimeError, ValueError) as e:  # its message ends with the reason, after the place in its source
+            reason = str(e).strip().splitlines()[-1].rpartition("] ")[2]
+            raise Unsupported(f"{params.field}: {params.kind}: {reason}", params.field) from None
+
+    def _compiled(self, params: StructuredParams, source: str) -> Any:
+        if params.kind in ("json", "json_object"):
+            free = not params.disable_any_whitespace
+            space = {"any_whitespace": free, "max_whitespace_cnt": MAX_WHITESPACE if free else None}
+            return self._compiler.compile_json_schema(source, strict_mode=params.kind == "json", **space)
+        if params.kind == "regex":
+            return self._compiler.compile_regex(source)
+        return self._compiler.compile_grammar(source)
 
 
 class CompiledXGrammar:
@@ -128,9 +136,10 @@ def read_schema(params: StructuredParams) -> schemas.Schema:
     """As XGrammar enforces it. Raises BadRequest for what is no schema, Unsupported for what it would let through."""
     try:
         root = schemas.load(params.json)
+        known = Alternatives(root)
         for place in schemas.subschemas(root):
             closes = place.schema is False and place.path.endswith(_CLOSING)
-            if not closes and (why := _unenforced(place.schema, root)):
+            if not closes and (why := _unenforced(place.schema, known)):
                 raise _Unenforced(f"{place.path}{why}")
         return _rewritten(root)
     except _Unenforced as e:
@@ -139,7 +148,7 @@ def read_schema(params: StructuredParams) -> schemas.Schema:
         raise params.error(f"json: {e}") from None
 
 
-def _unenforced(schema: schemas.Schema, root: schemas.Schema) -> str:
+def _unenforced(schema: schemas.Schema, known: Alternatives) -> str:
     """The rest of a message that begins with the schema's place, or ""."""
     if isinstance(schema, bool):
         return ": no value fits false" if schema is False else ""
@@ -147,7 +156,7 @@ def _unenforced(schema: schemas.Schema, root: schemas.Schema) -> str:
     types = schemas.types_of(schema)
     for keyword in _WHOLE:
         if keyword in keywords:
-            return _unenforced_whole(keyword, schema, keywords, root)
+            return _unenforced_whole(keyword, schema, keywords, known)
     allowed = {"type"}.union(*(_OF_TYPE[name] for name in types or _OF_TYPE))
     if unknown := sorted(keywords - allowed):
         return f"/{unknown[0]} is not enforced"
@@ -160,7 +169,7 @@ def _unenforced(schema: schemas.Schema, root: schemas.Schema) -> str:
     return _unenforced_object(schema, keywords)
 
 
-def _unenforced_whole(keyword: str, schema: dict[str, Any], keywords: set[str], root: schemas.Schema) -> str:
+def _unenforced_whole(keyword: str, schema: dict[str, Any], keywords: set[str], known: Alternatives) -> str:
     beside = sorted(keywords - {keyword, "type"})
     if beside:
         return f"/{beside[0]} is not enforced beside {keyword}"
@@ -169,7 +178,7 @@ def _unenforced_whole(keyword: str, schema: dict[str, Any], keywords: set[str], 
     values = schema["enum"] if keyword == "enum" else [schema["const"]] if keyword == "const" else ()
     if not all(schemas.fits_types(value, schemas.types_of(schema)) for value in values):
         return f"/type is not enforced on the values of {keyword}"
-    if keyword == "oneOf" and (pair := overlapping(schema["oneOf"], root)):
+    if keyword == "oneOf" and (pair := known.overlapping(schema["oneOf"])):
         return f"/oneOf: alternatives {pair[0]} and {pair[1]} may both fit one value"
     return ""
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.search.en import SearchEnglish
 
-from bookext import figures, quoted, records, reference, runs
+from bookext import endpoint_fields, figures, quoted, records, reference, runs
 
 DIRECTIVES = {
     "snippet": quoted.Snippet, "compare": quoted.Compare, "predict": quoted.Predict, "exercise": quoted.Exercise,
@@ -17,6 +18,8 @@ DIRECTIVES = {
     "widget": figures.Widget, "runs": runs.Runs, "peers": runs.Peers, "results": runs.Results,
     "api": reference.Api, "endpoints": reference.Endpoints, "commands": reference.Commands, "fields": reference.Fields,
     "features": reference.Features, "presets": reference.Presets, "matrix": reference.Matrix,
+    "endpoint-fields": endpoint_fields.EndpointFields, "absent-fields": endpoint_fields.AbsentFields,
+    "references": endpoint_fields.References,
 }  # fmt: skip
 
 
@@ -27,10 +30,28 @@ def name_headings(app: Sphinx, page: str, template: str, context: dict[str, Any]
             context[part] = context[part].replace('role="heading"', 'role="heading" aria-level="2"')
 
 
+class SearchWords(SearchEnglish):
+    """What the search knows: words. What begins with a digit is a figure of some run, or a commit's hash; and with an
+    underscore, a name that is private to the code that is quoted. Nor what is on most pages and says nothing: the index
+    is loaded whole, and such a word lists all of them."""
+
+    # Sphinx asks of stems too, and of words at a sentence's beginning, which its own list does not know.
+    stopwords = frozenset(SearchEnglish.stopwords) | {
+        *("ani", "becaus", "befor", "doe", "dure", "onc", "onli", "s", "themselv", "veri", "whi"),
+        *("also", "anoth", "another", "beside", "besid", "everi", "every", "mani", "many", "one", "others"),
+        *("come", "els", "else", "even", "give", "much", "noth", "nothing", "still", "take", "two", "without"),
+        *("ever", "first", "last", "like", "next", "own", "said", "say", "see", "thing", "three", "way", "whose"),
+    }
+
+    def word_filter(self, word: str) -> bool:
+        return not (word[:1].isdigit() or word.startswith("_")) and super().word_filter(word.lower())
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("book_bench", str(records.BENCH), "env", [str])
     app.connect("builder-inited", lambda app: records.read_from(Path(app.config.book_bench)))
     app.connect("html-page-context", name_headings, priority=900)  # after furo's own
+    app.add_search_language(SearchWords)
     app.add_role("num", figures.Num())
     for name, directive in DIRECTIVES.items():
         app.add_directive(name, directive)

@@ -16,9 +16,9 @@ from bookext import replay
 from bookext.frames import Frame, element, slot
 from bookext.replay import count
 from bookext.widgets import MAX_COLOURS, visible
+from minivllm.batch import BatchKey, InputBatch, InputSizes
 from minivllm.plan import StepPlan
-from minivllm.runner.batch import InputBatch
-from minivllm.runner.inputs import BatchKey, InputSizes, Rows
+from minivllm.runner.inputs import Rows
 from minivllm.runner.inputs_rebuild import RebuildInputs
 from minivllm.trace import Trace, plan_of
 

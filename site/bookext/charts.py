@@ -304,14 +304,21 @@ def _waterfall(width: int, ratios: Sequence[Ratio], unit: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    cells = "".join("<tr>" + "".join(f"<td>{escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
-    titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    inner = f"<thead><tr>{titles}</tr></thead><tbody>{cells}</tbody>"
+    """`rows` as HTML; floats to six digits."""
+    return markup_table(head, [[escape(f"{c:.6g}" if isinstance(c, float) else str(c)) for c in row] for row in rows])
+
+
+def markup_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose cells are HTML, without the ending tags that HTML does not ask for. The search index takes the tags
+    out: a space keeps two cells' words apart."""
+    cells = "".join("<tr>" + " ".join(f"<td>{cell}" for cell in row) + " " for row in rows)
+    titles = " ".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    inner = f"<thead><tr>{titles} </tr></thead><tbody>{cells}</tbody>"
     return f'<div class="scroll" tabindex="0"><table class="docutils">{inner}</table></div>'
 
 
 def svg(parts: Sequence[str], width: int, height: float, title: str, look: str = "") -> str:
     return (
         f'<svg class="chart-svg {look}" viewBox="0 0 {width} {height:g}" role="img" aria-label="{escape(title)}">'
-        f"{''.join(parts)}</svg>"
+        f"{' '.join(parts)}</svg>"  # a space keeps two texts' words apart in the search index
     )

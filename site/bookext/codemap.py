@@ -17,16 +17,20 @@ WHAT = {  # for newcomers
     "executor": "where it runs", "loading": "files to model", "spec_decode": "guesses tokens", "lora": "adapters",
     "structured": "legal tokens", "compile": "traced pieces", "quantization": "4 and 8 bits", "layers": "linear, norm",
     "kernels": "C++, Triton", "plan": "a step, as data", "request": "a request, as data", "config": "options",
-    "features": "every switch", "trace": "record, replay", "cli": "the terminal", "pooling": "vectors, scores",
-    "child": "a process of ours", "logs": "log lines", "upload": "host to device",
+    "features": "every switch", "trace": "record, replay", "cli": "the commands", "pooling": "vectors, scores",
+    "child": "a process of ours", "logs": "log lines", "upload": "host to device", "terminal": "flags, tables",
+    "batch": "a pass, as arrays", "sandbox": "work to be killed", "simulate": "a device's time",
+    "parallel": "a device's part",
 }  # fmt: skip
-HIDDEN = {"errors", "registry", "matrix", "machine", "waiting", "__main__", "__init__"}  # everybody's, or nobody's
+# Everybody's, or nobody's.
+HIDDEN = {"errors", "registry", "matrix", "machine", "files", "facts", "kv_groups", "orphan", "waiting", "__main__"}
+HIDDEN |= {"__init__"}
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, WIDTH = 140, 40, 20, 24, 640
 PER_ROW = WIDTH // (BOX_WIDTH + GAP_X)
 
 
 def part_of(module: str) -> str:
-    """minivllm.kv.pool -> kv; minivllm.cli_chat -> cli, as there is a cli.py."""
+    """minivllm.kv.pool -> kv; minivllm.trace_recent -> trace, as there is a trace.py."""
     name = module.split(".")[1]
     stem = name.partition("_")[0]
     return stem if (PACKAGE / f"{stem}.py").is_file() else name

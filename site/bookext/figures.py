@@ -15,6 +15,13 @@ from bookext import batchrows, charts, guesses, records, replay, widgets
 from bookext.base import EXPECTED, USED, Directive, html
 from chapters import harness
 
+MORE_IS_BETTER = ("throughput", "kv_used", "running")  # of the metrics of bench/latency.py
+SPOKEN = {  # the others are called as they are there
+    "ttft_p50": "time to the first token, median",
+    "itl_p99": "time between two tokens, 99th percentile",
+    "host_ms": "host time a step",
+    "computed": "tokens computed",
+}
 WORDS = directives.unchanged_required
 
 
@@ -125,7 +132,7 @@ class Ratios(Directive):
 
 class Ablation(Directive):
     """`{ablation} source`: rows of a result of bench/ablate.py, one bar a switch. `:kind:` path or alone; `:metric:`
-    by which all are judged, or `own`: each by what it was made for.
+    by which all are judged, or `own`: each by what it was made for, in a panel for each such metric.
 
     Bars of a path stand where the one before them ended if all ran the same workload, because then they multiply up.
     """
@@ -139,26 +146,35 @@ class Ablation(Directive):
         if not rows:
             raise records.RecordError(f"no comparison of the kind {self.options['kind']}")
         metric = self.options["metric"]
-        bars = [self.bar(row, metric) for row in rows]
-        if self.options["kind"] == "path" and metric != "own" and len({row["workload"] for row in rows}) == 1:
-            bars = stacked(bars)
-            bars += [ratio_of(row["ratios"], metric, "together") for row in found if row["kind"] == "whole"]
-        unit = "times as much" if metric == "own" else f"{metric}, times as much"
+        wholes = [row for row in found if row["kind"] == "whole"]
+        if metric == "own":
+            names = list(dict.fromkeys(row["metric"] for row in rows))
+            panels = [self.panel([row for row in rows if row["metric"] == name], name) for name in names]
+        else:
+            panels = [self.panel(rows, metric, wholes)]
         head = ("switch", "from", "to", "ratio", "low", "high", "verdict", "workload", "metric")
-        drawn = html(charts.waterfall(bars, unit))
         table = html(charts.table(head, [self.cells(row, metric) for row in rows]))
-        return [self.box("chart", drawn, self.caption()), table]
+        return [self.box("chart", *panels, self.caption()), table]
 
-    def bar(self, row: dict[str, Any], metric: str) -> charts.Ratio:
-        name = row["metric"] if metric == "own" else metric
-        return ratio_of(row["ratios"], name, row["switch"])
+    def panel(self, rows: list[Any], metric: str, wholes: list[Any] | None = None) -> nodes.Node:
+        """wholes: of the path that the rows are; None: the rows are not all of a path."""
+        bars = [ratio_of(row["ratios"], metric, row["switch"]) for row in rows]
+        if wholes is not None and self.options["kind"] == "path" and len({row["workload"] for row in rows}) == 1:
+            bars = stacked(bars) + [ratio_of(row["ratios"], metric, "together") for row in wholes]
+        better = "more" if metric in MORE_IS_BETTER else "less"
+        return html(charts.waterfall(bars, f"{SPOKEN.get(metric, metric)}: times as much ({better} is better)"))
 
     def cells(self, row: dict[str, Any], metric: str) -> list[str]:
         name = row["metric"] if metric == "own" else metric
         ratio, changes = row["ratios"][name], row["changes"]
         ends = [", ".join(str(change[i]) for change in changes.values()) for i in (0, 1)]
         figures = [f"{ratio[key]:.2f}" for key in ("ratio", "low", "high")]
-        return [row["switch"], *ends, *figures, ratio["verdict"] or "neither", row["workload"], name]
+        return [row["switch"], *ends, *figures, ratio["verdict"] or within(ratio), row["workload"], name]
+
+
+def within(ratio: dict[str, Any]) -> str:
+    """What an interval that holds 1 leaves open."""
+    return f"no difference found within {100 * (max(ratio['high'], 1 / ratio['low']) - 1):.2g} %"
 
 
 def ratio_of(found: dict[str, Any], name: str, title: str) -> charts.Ratio:
@@ -222,20 +238,17 @@ def plain(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 class Measured(Directive):
-    """`{measured} source`, over everything that needs these results. While they are missing, a box says so and how to
-    measure them (`:by:`)."""
+    """`{measured} source`, over everything that needs these results, headings too. While they are missing, there is
+    nothing: a page says what was measured."""
 
     required_arguments = 1
-    option_spec = {"by": WORDS}
 
     def build(self) -> list[nodes.Node]:
         for path in records.files(self.arguments[0]):
             self.env.note_dependency(str(path))
-        if records.exists(self.arguments[0]):
-            return self.parsed(list(self.content))
-        told = nodes.paragraph("", "", nodes.strong(text="Not measured yet. "), nodes.Text("This will measure it:"))
-        command = f"$ {self.options['by']}"
-        return [self.box("unmeasured", told, nodes.literal_block(command, command, language="console"))]
+        if not records.exists(self.arguments[0]):
+            return []
+        return self.parse_text_to_nodes("\n".join(self.content), allow_section_headings=True)
 
 
 class Rerun(Directive):

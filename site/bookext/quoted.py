@@ -10,7 +10,7 @@ from docutils.parsers.rst import directives
 from bookext import charts, codemap, quotes, records
 from bookext.base import Directive, html
 from chapters import harness
-from minivllm import cli_chapter
+from minivllm.cli import chapter as book
 
 
 class Snippet(Directive):
@@ -73,7 +73,7 @@ class Switch(Directive):
     """`{switch}`: the rows of the feature table that this chapter is about."""
 
     def build(self) -> list[nodes.Node]:
-        chapter = re.match(r"ch(\d\d)_", self.env.docname)
+        chapter = re.match(r"chapters/ch(\d\d)_", self.env.docname)
         rows = harness.switches(chapter[1]) if chapter else []
         if not rows:
             raise records.RecordError("no row of minivllm/features.py names this chapter")
@@ -88,9 +88,9 @@ class Questions(Directive):
 
     def build(self) -> list[nodes.Node]:
         rows = []
-        for folder in cli_chapter.chapters().values():
+        for folder in book.chapters().values():
             title = (folder / "index.md").read_text().partition("\n")[0].removeprefix("# ")
-            rows += [f"[{title}]({folder.name}/index.md)", f": {cli_chapter.question(folder)}", ""]
+            rows += [f"[{title}]({folder.name}/index.md)", f": {book.question(folder)}", ""]
             self.env.note_dependency(str(folder / "index.md"))
         return [self.box("questions", *self.parsed(rows))]
 

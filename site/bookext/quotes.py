@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
+FOLDERS = ("docs", "chapters")  # whose pages the site shows, and beside them:
+ALONE = ("ARCHITECTURE.md", "CONTRIBUTING.md")
 REFERENCE = re.compile(r"(?P<path>[\w/]+\.py)::(?P<name>[\w.]+) @(?P<lock>\w+)")
 MAX_LINES = 25
 
@@ -28,6 +30,13 @@ class Quote(NamedTuple):
     line: int
     code: str
     lock: str
+
+
+def pages() -> dict[str, Path]:
+    """{name in the site: file}: the documentation and the book's chapters."""
+    found = [ROOT / name for name in ALONE]
+    found += [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md"))]
+    return {str(path.relative_to(ROOT).with_suffix("")): path for path in found}
 
 
 def find(path: str, name: str) -> Quote:

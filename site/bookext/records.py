@@ -64,7 +64,8 @@ class Run(NamedTuple):
     @property
     def machine(self) -> str:
         found = self.record["machine"]
-        return ", ".join([found["cpu"], f"{found['num_cores']} cores", *([found["gpu"]] if "gpu" in found else [])])
+        cpu = f"{found['cpu']} ({found['unit']})" if "unit" in found else found["cpu"]  # none: before 2026-11-23
+        return ", ".join([cpu, f"{found['num_cores']} cores", *([found["gpu"]] if "gpu" in found else [])])
 
 
 def runs(source: str) -> list[Run]:

@@ -19,13 +19,13 @@ from typing import Any
 
 from docutils import nodes
 
-from bookext import quotes
+from bookext import charts, quotes
 from bookext.base import Directive, html
 from minivllm import features, matrix
-from minivllm.__main__ import COMMANDS
-from minivllm.cli import FIELD_HELP
+from minivllm.cli import COMMANDS
 from minivllm.config import PRESETS, VLLM_NAMES, EngineConfig
 from minivllm.features import CONFLICTS, FEATURES
+from minivllm.terminal import FIELD_HELP
 
 # ---------------------------------------------------------------------------------------- Python
 
@@ -144,10 +144,7 @@ def inline(text: str) -> Iterator[nodes.Node]:
 def code_table(head: tuple[str, ...], rows: Any, code: int) -> str:
     """A table whose first `code` columns are code."""
     cells = [[literal(cell) if i < code else marked(str(cell)) for i, cell in enumerate(row)] for row in rows]
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells)
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
-    inner = f"<thead><tr>{titles}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="scroll" tabindex="0"><table class="docutils">{inner}</table></div>'
+    return charts.markup_table(head, cells)
 
 
 def literal(cell: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -14,11 +15,8 @@ from docutils.parsers.rst import directives
 
 from bench.peers import report
 from bench.peers.workloads import WORKLOADS
-from bookext import charts, records
+from bookext import charts, quotes, records
 from bookext.base import Directive, html
-from bookext.quotes import ROOT
-
-PAGES = ROOT / "chapters"
 
 
 class Runs(Directive):
@@ -89,14 +87,28 @@ def on_machine(machine: str, runs: list[records.Run]) -> Iterator[str]:
     drawn: set[tuple[str, str]] = set()
     for run in runs:
         yield from (f"### {run.source.removeprefix('bench/')}, {run.date}", "")
+        before = len(drawn)
         for name in run.record["results"]["workloads"]:
             fresh = {(name, family) for family in families(run, name)} - drawn
             drawn |= fresh
             if fresh:
                 yield from chart(run, name)
+        if len(drawn) == before:
+            yield from (f"All was measured again since; the figures: `{run.source.replace('/', '/results/')}.md`.", "")
+            continue
         yield from block("<details><summary>All figures of this run</summary>")
-        yield from (*report.markdown(run.record).splitlines(), "", *block("</details>"))
+        yield from (*light(report.markdown(run.record)), "", *block("</details>"))
         yield from (f"```{{rerun}} {run.source}", "```", "")
+
+
+def light(text: str) -> Iterator[str]:
+    """Markdown with its tables as HTML that takes half of the bytes."""
+    for is_table, lines in itertools.groupby(text.splitlines(), lambda line: line.startswith("|")):
+        if not is_table:
+            yield from lines
+            continue
+        head, _, *rows = ([cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines)
+        yield from block(charts.table(head, rows))
 
 
 def block(markup: str) -> tuple[str, ...]:
@@ -204,7 +216,7 @@ class Results(Directive):
             where = "; ".join(f"{machine} ({len(runs)})" for machine, runs in machines.items())
             rows.append((f"<code>{source.removeprefix('bench/')}</code>", links, where, whole(newest.date)))
         head = "".join(f'<th scope="col">{name}</th>' for name in ("results", "shown in", "machines (runs)", "newest"))
-        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+        body = " ".join("<tr>" + " ".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
         table = f'<table class="docutils"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
         return [html(f'<div class="scroll" tabindex="0">{table}</div>')]
 
@@ -215,7 +227,7 @@ class Results(Directive):
 @cache
 def pages() -> dict[str, str]:
     """{page, without its suffix: its text}"""
-    return {str(path.relative_to(PAGES).with_suffix("")): path.read_text() for path in sorted(PAGES.rglob("*.md"))}
+    return {name: path.read_text() for name, path in quotes.pages().items()}
 
 
 def shown_on(source: str) -> list[tuple[str, str]]:

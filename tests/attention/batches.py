@@ -10,21 +10,24 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec, KVSpec
-from minivllm.kernels.twins import quantise_heads
-from minivllm.runner.batch import InputBatch
+from minivllm.batch import InputBatch
+from minivllm.kernels.reference import quantise_heads
+from minivllm.kv_groups import first_kept
 
 CPU = torch.device("cpu")
+MASKED_KEYS_ARE_READ = {"FlashBackend", "FlashInferBackend", "FlexBackend"}  # with weight 0, and so must be finite
 
 
-def spec(num_heads=6, num_kv_heads=2, head_size=16, window=None, soft_cap=None) -> AttentionSpec:
-    return AttentionSpec(num_heads, num_kv_heads, head_size, 1 / math.sqrt(head_size), window, soft_cap)
+def spec(num_heads=6, num_kv_heads=2, head_size=16, window=None, soft_cap=None, slopes=None) -> AttentionSpec:
+    return AttentionSpec(num_heads, num_kv_heads, head_size, 1 / math.sqrt(head_size), window, soft_cap, slopes)
 
 
 def quantised(x: Tensor) -> Tensor:
-    """x [n, heads, D] through 8 bits and a scale for each token and head: the twin of kernels/cpu's quantise()."""
+    """x [n, heads, D] through 8 bits and a scale for each token and head: the reference of kernels/cpu's quantise()."""
     largest = x.float().abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, 127 / largest, 0)
-    return torch.round(x.float() * inverse) * (largest / 127)
+    limit = torch.full_like(largest, 127)  # a number / a tensor would multiply by the reciprocal
+    inverse = torch.where(largest > 0, limit / largest, 0)
+    return torch.round(x.float() * inverse) * (largest / limit)
 
 
 def on_device(batch: InputBatch, device: torch.device) -> InputBatch:
@@ -112,17 +115,26 @@ class Case:
         if self.kv_dtype == torch.float8_e4m3fn:
             codes, scales = quantise_heads(x, self.kv_dtype)
             return codes.float() * scales[..., None]
-        return quantised(x) if self.kv_dtype == torch.int8 else x
+        return quantised(x) if self.kv_dtype == torch.int8 else x.to(self.kv_spec.dtype)
 
     def cache(self, backend) -> Tensor:
-        """A cache that is NaN wherever no request has written, and holds what was computed earlier."""
+        """A cache that is NaN wherever no request has written, and holds what was computed earlier. Blocks that have
+        left the window are given away: to a request whose numbers are NaN, which nobody else may notice."""
         dtype = self.kv_spec.dtype
         empty = -1 if dtype == torch.int8 else torch.nan  # four bytes of -1 are a scale of NaN
         kv = torch.full(backend.kv_shape(self.num_blocks + 1), empty, dtype=dtype)
         earlier = {r: (0, computed) for r, (computed, _) in enumerate(self.requests) if computed}
+        kinds = getattr(backend, "kinds", (type(backend),))  # of a pair, both
         if earlier:
             q, k, v = self.inputs(earlier)
             backend.forward(q, k, v, kv, backend.prepare(self.batch(earlier)), self.spec, torch.empty_like(q))
+        for r, (computed, _) in enumerate(self.requests):
+            for block in self.tables[r, : first_kept(computed, self.spec.sliding_window, self.block_size)]:
+                theirs = kv.select(backend.block_axis, int(block))
+                if MASKED_KEYS_ARE_READ.intersection(kind.__name__ for kind in kinds):
+                    theirs.fill_(100)
+                else:
+                    theirs.view(torch.uint8).fill_(255)
         return kv
 
     def run(self, backend, kv: Tensor | None = None) -> Tensor:
@@ -147,6 +159,9 @@ class Case:
             scores = self.spec.scale * torch.einsum("hgd,lhd->hgl", query, k[first : p + 1].double())
             if self.spec.soft_cap is not None:
                 scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
+            if self.spec.slopes is not None:
+                slopes = torch.tensor(self.spec.slopes, dtype=torch.float64).view(*scores.shape[:2], 1)
+                scores = scores + slopes * torch.arange(first - p, 1)
             weights = torch.exp(scores - scores.amax(-1, keepdim=True))
             mean = torch.einsum("hgl,lhd->hgd", weights, v[first : p + 1].double()) / weights.sum(-1, keepdim=True)
             rows.append(mean.flatten(0, 1))

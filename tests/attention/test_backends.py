@@ -55,11 +55,11 @@ def test_the_oracle_in_float64_is_exact():
     assert_right(ReferenceAttention, Case(spec(), MIXED, dtype=torch.float64), compute_dtype=torch.float64)
 
 
-@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("kept_in", [torch.float16, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("options", [{}, {"head_size": 20, "window": 20}, {"num_heads": 3, "num_kv_heads": 1}], ids=str)
-def test_the_oracle_keeps_codes(codes, options):
+def test_the_oracle_keeps_fewer_bits(kept_in, options):
     for dtype in (torch.float32, torch.bfloat16):
-        case = Case(spec(**options), MIXED, dtype=dtype, kv_dtype=codes, padding=2)
+        case = Case(spec(**options), MIXED, dtype=dtype, kv_dtype=kept_in, padding=2)
         assert_right(ReferenceAttention, case, compute_dtype=torch.float64)
 
 
@@ -101,6 +101,22 @@ def test_any_head_size(backend_class, head_size):
 def test_sliding_windows_shorter_and_longer_than_the_sequence(backend_class, window, soft_cap):
     for shuffle in (True, False):
         assert_right(backend_class, Case(spec(window=window, soft_cap=soft_cap), MIXED, shuffle=shuffle, padding=1))
+
+
+SLOPES = tuple(2.0**-i for i in range(6))
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 20}, {"soft_cap": 2.0}, {"num_kv_heads": 6}], ids=str)
+def test_scores_with_slopes(backend_class, shape):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_right(backend_class, Case(spec(**shape, slopes=SLOPES), MIXED, dtype=dtype, padding=3))
+        assert_right(backend_class, Case(spec(**shape, slopes=SLOPES), [(40, 1)], dtype=dtype, shuffle=False))
+
+
+def test_slopes_change_the_answer():
+    case = Case(spec(slopes=SLOPES), MIXED)
+    plain = replace(case, spec=spec())
+    assert (case.expected() - plain.expected()).abs().max() > 0.1
 
 
 def test_soft_capped_scores(backend_class):

@@ -59,6 +59,20 @@ def test_older_flags_are_tried(compiler):
     assert log.read_text() == "run\nrun\n"
 
 
+def test_a_full_disk_is_called_that_and_no_other_flags_are_tried(compiler, tmp_path, capsys):
+    log = compiler('echo "/tmp/ccX.s: fatal error: error writing to /tmp/ccX.s: No space left on device" >&2; exit 1')
+    with pytest.raises(build.Unbuildable, match="a disk is full.*No space left on device"):
+        build.path("attention")
+    assert log.read_text() == "run\n" and entries(tmp_path) == []
+    assert "not for this CPU" not in capsys.readouterr().err
+
+
+def test_a_library_that_is_not_what_was_compiled_is_not_loaded(compiler):
+    log = compiler('echo library > "$last"')
+    build.path("attention").write_text("somebody's")
+    assert build.path("attention").read_text() == "library\n" and log.read_text() == "run\nrun\n"
+
+
 def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing(compiler, tmp_path):
     compiler('echo "simd.h:1: error: no such vector" >&2; exit 1')
     with pytest.raises(build.Unbuildable, match="cannot compile the kernels: simd.h:1: error: no such vector"):

@@ -37,7 +37,7 @@ def random_rows(spec: AttentionSpec, lengths: list[int], seed: int = 0, dtype=to
 
 def packed(spec: AttentionSpec, lengths: list[int], q, k, v) -> torch.Tensor:
     backend, out = PackedAttention([spec], CPU), torch.full_like(q, math.nan)
-    backend.forward(q, k, v, torch.empty(0), backend.prepare(lengths), spec, out)
+    backend.forward(q, k, v, torch.empty(0), backend.prepare_lengths(lengths), spec, out)
     return out
 
 

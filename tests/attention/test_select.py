@@ -12,7 +12,7 @@ from attention.batches import CPU, spec
 from minivllm.attention.cpu import CPUAttention
 from minivllm.attention.reference import ReferenceAttention
 from minivllm.attention.sdpa import SDPAAttention
-from minivllm.attention.select import choose
+from minivllm.attention.select import PREFERENCES, choose
 from minivllm.errors import ConfigError
 from minivllm.features import ATTENTION
 from minivllm.kernels.cpu import build
@@ -30,10 +30,10 @@ NO_COMPILER = "no compiler on the PATH"
 
 @pytest.fixture
 def without_compiler(monkeypatch):
-    monkeypatch.setattr(build, "obstacle", lambda: NO_COMPILER)
+    monkeypatch.setattr(build, "unsupported_reason", lambda: NO_COMPILER)
 
 
-@pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+@pytest.mark.skipif(build.unsupported_reason() is not None, reason=str(build.unsupported_reason()))
 def test_auto_on_the_cpu_is_the_compiled_kernels():
     backend, choice = choose("auto", CPU, [spec()], ATTENTION)
     assert backend is CPUAttention
@@ -102,6 +102,24 @@ def test_the_reason_says_when_layers_leave_the_fused_kernel(without_compiler):
     assert "soft-capped" in choice.reason
 
 
+class AddsNothing(ReferenceAttention):
+    adds_slopes = False
+
+
+def test_a_named_backend_that_adds_no_slopes_is_refused_for_a_model_that_has_them():
+    registry = Registry("runner.attention", {"plain": AddsNothing, "reference": ReferenceAttention})
+    layers = [spec(slopes=(0.5,) * 6)]
+    assert choose("plain", CPU, [spec()], registry)[0] is AddsNothing
+    assert choose("reference", CPU, layers, registry)[0] is ReferenceAttention
+    with pytest.raises(ConfigError, match=r"runner.attention=plain cannot run this model: .*ALiBi"):
+        choose("plain", CPU, layers, registry)
+
+
+@pytest.mark.parametrize("device", PREFERENCES)
+def test_every_backend_that_is_chosen_unasked_adds_slopes(device):
+    assert all(ATTENTION.get(name).adds_slopes for name, _ in PREFERENCES[device])
+
+
 def test_a_named_backend_is_taken():
     backend, choice = choose("reference", CPU, [spec()], ATTENTION)
     assert backend is ReferenceAttention
@@ -127,10 +145,10 @@ def test_a_backend_whose_package_is_missing_is_refused_not_raised():
         choose("flash", CPU, [spec()], registry)
 
 
-@pytest.mark.parametrize("name, codes", [("sdpa", "int8"), ("flex", "int8"), ("flex", "float8_e4m3fn")])
-def test_a_backend_that_cannot_read_a_cache_of_codes_is_refused(name, codes):
-    with pytest.raises(ConfigError, match=f"cannot read a KV cache in {codes}"):
-        choose(name, CPU, [spec()], ATTENTION, getattr(torch, codes))
+@pytest.mark.parametrize("name, kept_in", [("sdpa", "int8"), ("flex", "float16"), ("flex", "float8_e4m3fn")])
+def test_a_backend_that_cannot_keep_fewer_bits_is_refused(name, kept_in):
+    with pytest.raises(ConfigError, match=f"cannot keep K and V in {kept_in}"):
+        choose(name, CPU, [spec()], ATTENTION, getattr(torch, kept_in))
 
 
 def test_codes_that_no_faster_backend_reads_are_the_oracles(without_compiler):
@@ -141,7 +159,7 @@ def test_codes_that_no_faster_backend_reads_are_the_oracles(without_compiler):
 
 def test_codes_that_nobody_reads_are_refused_with_the_way_out():
     registry = Registry("runner.attention", {"sdpa": SDPAAttention})
-    with pytest.raises(ConfigError, match="sdpa off: it cannot read a KV cache in float8_e4m3fn. Choose kv.dtype=auto"):
+    with pytest.raises(ConfigError, match="sdpa off: it cannot keep K and V in float8_e4m3fn. Choose kv.dtype=auto"):
         choose("auto", CPU, [spec()], registry, torch.float8_e4m3fn)
 
 

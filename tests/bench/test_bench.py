@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from minivllm.features import INPUT_BUILDERS
@@ -16,9 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def run(script: str, *args: str) -> dict:
-    command = [sys.executable, f"bench/{script}", *args]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
+    done = forked.run(f"bench/{script}", *args, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     record = json.loads(line)

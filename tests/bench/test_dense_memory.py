@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm.layers.linear import PrepackedCPU, choose_method
+from minivllm.layers.linear import _onednn_packs
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.skipif(
-    not isinstance(choose_method(torch.device("cpu"), torch.float32).method, PrepackedCPU),
+    not _onednn_packs(torch.float32),
     reason="no packed products on this CPU",
 )
 def test_a_smaller_cache_keeps_less_of_the_same_products():

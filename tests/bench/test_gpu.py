@@ -10,6 +10,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import forked
 import pytest
 
 from minivllm.kernels.table import KERNELS
@@ -21,9 +22,8 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 
 def run(*args: str, stderr: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "bench/gpu/run.py", "--device", "cpu", *args]
-    env, pipes = os.environ | {"PYTHONPATH": str(ROOT)} | env, {"stdout": subprocess.PIPE, "stderr": stderr}
-    return subprocess.run(command, cwd=ROOT, env=env, text=True, timeout=250, **pipes)
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    return forked.run("bench/gpu/run.py", "--device", "cpu", *args, env=env, stderr=stderr)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ import cases  # these, and not bench/gpu's
 runpy.run_path({str(GPU / "run.py")!r}, run_name="__main__")
 """
     env = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
     rows = json.loads(done.stdout)["results"]["rows"]
     assert done.returncode == 1 and "1 of 4 rows are wrong" in done.stderr
     assert [row.get("right") for row in rows] == [None, None, False, True]
@@ -153,7 +153,7 @@ floor = nano_floor(requests, sizes, Ceilings(4300.0, 788.0))
 print([sum(map(len, requests.prompts)), sum(requests.num_tokens), floor])
 """
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
     num_in, num_out, floor = ast.literal_eval(done.stdout)
     assert (num_in, num_out) == (142_827, 133_966)
     assert floor == pytest.approx(3.70, rel=0.01) and num_out / floor == pytest.approx(36.2e3, rel=0.01)

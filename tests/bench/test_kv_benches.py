@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -13,10 +12,7 @@ TINY = ("--model", "dummy:tiny", "--vocab", "256", "--set", "executor.num_thread
 
 
 def run(script, *args):
-    command = [sys.executable, str(ROOT / "bench" / script), *args]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    done = forked.run(f"bench/{script}", *args, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=250)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)["results"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.peers import compare, install, report
+from bench.peers import compare, install, report, shapes
 from bench.peers.engines import Engine, LeftOut, Running, environment, known_engines
 from bench.peers.workloads import WORKLOADS, Workload, draw, quick
 
@@ -166,11 +166,14 @@ def test_a_run_whose_engine_wavers_says_so_in_the_table_and_in_the_title(fakes, 
     assert report.conclusion(results) == "runs differ too much for a ratio, or are too few"
 
 
-def test_a_target_is_judged(fakes):
+def test_a_target_is_judged(fakes, monkeypatch):
     engine, start = fakes
+    monkeypatch.setattr(compare, "cpu_flags", lambda: {"avx512f"})
     results = measure([engine("minivllm", seconds=[1]), engine("vllm", seconds=[3])], start)
     assert results["ratios"][0]["at_least"] == 3.2 and results["ratios"][0]["ratio"] == 3.0
     assert any(line.endswith("| 3.2 | **not reached** |") for line in report.ratios(results))
+    monkeypatch.setattr(compare, "cpu_flags", lambda: {"avx2"})
+    assert compare.targets_here()["eight", "minivllm", "vllm"] == 4.0
 
 
 def test_an_engine_that_gives_other_counts_of_tokens_is_left_out(fakes):
@@ -357,3 +360,32 @@ def test_each_side_of_a_ratio_is_the_best_setting_of_its_family():
     runs = {name: {"rates": values} for name, values in rates.items()}
     [row] = compare.all_ratios({"eight": {"runs": runs}}, family_of)
     assert (row["ours"], row["theirs"], row["ratio"], row["at_least"]) == ("minivllm-prefault", "vllm-bound", 3.0, 2.2)
+
+
+# ---------------------------------------------------------------------------------------- files of a shape
+
+
+def test_a_shape_becomes_a_file_that_we_read(tmp_path):
+    """Of the mixture Q4_K_M, with numbers that stay numbers."""
+    from minivllm import LLM, SamplingParams
+    from minivllm.kernels.cpu import blocks
+
+    if blocks.unsupported_reason() is not None:
+        pytest.skip(blocks.unsupported_reason())
+    path = tmp_path / "small.gguf"
+    shapes.write_gguf("qwen3-0.6b", path, num_layers=2)
+    with LLM(str(path), max_model_len=64, overrides={"kv.num_blocks": 8}) as llm:
+        decided = {decision.field: decision.reason for decision in llm.decisions}
+        assert decided["model.linear"] == "12 in Q4_K and 3 in Q6_K"
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=1, ignore_eos=True)
+        (out,) = llm.generate([{"prompt_token_ids": [300, 301, 302]}], params, use_tqdm=False)
+        assert len(out.outputs[0].token_ids) == 4
+        assert all(-20 < lp.logprob <= 0 for step in out.outputs[0].logprobs for lp in step.values())
+
+
+def test_only_shapes_of_whole_blocks_become_files(tmp_path):
+    assert install.of_shape("smollm2-135m", tmp_path) == "smollm2-135m"
+    assert install.of_shape("dummy:tiny", tmp_path) == "dummy:tiny"
+    assert install.of_shape("dummy:qwen3-30b-a3b", tmp_path) == "dummy:qwen3-30b-a3b"
+    assert install.gguf_file(str(tmp_path / "x.gguf")) == tmp_path / "x.gguf"
+    assert shapes.fits("llama-3.2-1b") and shapes.fits("qwen3-4b")

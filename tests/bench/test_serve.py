@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from eventually import ATTEMPTS, once_of
 
 ROOT = Path(__file__).parent.parent.parent
 BENCH = ROOT / "bench"
@@ -65,8 +66,13 @@ def offer(url, times):
 
 
 def test_requests_are_sent_on_time_though_the_server_is_behind_and_waiting_counts(slow_server):
-    answers = offer(slow_server, [0.01 * i for i in range(6)])
-    assert all(answer.error is None and answer.late_s < 3 * SERVICE_SECONDS for answer in answers)
+    def on_time() -> bool:
+        answers[:] = offer(slow_server, [0.01 * i for i in range(6)])
+        assert all(answer.error is None for answer in answers)
+        return all(answer.late_s < 3 * SERVICE_SECONDS for answer in answers)
+
+    answers: list[http_load.Answer] = []
+    assert once_of(ATTEMPTS, on_time)  # one at a time the last would be five times SERVICE_SECONDS late, every time
     # The k-th to be served waits for all before it: a client that sent one at a time would see SERVICE_SECONDS each.
     latencies = sorted(answer.timelines[0].latency for answer in answers)
     for k, latency in enumerate(latencies, start=1):
@@ -78,10 +84,13 @@ def test_a_client_that_is_late_counts_it_and_says_so(slow_server):
     async def run():
         async with http_load.connected(slow_server, None, 10) as clients:
             wanted = time.perf_counter() - 1.0  # a second ago: the client's loop was busy
+            since.append(wanted)
             return await http_load.ask(clients.turn(), "/", http_load.Wanted(0.0, b"{}"), wanted)
 
+    since: list[float] = []
     answer = asyncio.run(run())
-    assert 1.0 <= answer.late_s < 1.5 and answer.timelines[0].ttft >= 1.0 + SERVICE_SECONDS
+    assert 1.0 <= answer.late_s < time.perf_counter() - since[0] - SERVICE_SECONDS
+    assert answer.timelines[0].ttft >= 1.0 + SERVICE_SECONDS
 
 
 def test_tokens_are_counted_by_their_ids_else_by_events_and_the_rest_by_usage():

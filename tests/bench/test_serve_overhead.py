@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
+
+import forked
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def record_of(*command: str) -> dict:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = forked.run(*command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
+ALONE = ("-D", "root_doc=index", "-D", "include_patterns=index.md", "-D", "html_extra_path=")  # a page of a test
 NO_NAMES = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 sys.path.insert(0, str(ROOT / "site"))
 
@@ -23,7 +26,8 @@ def build(source: Path, out: Path, *options: str) -> Path:
     pytest.importorskip("sphinx", reason='pip install -e ".[site]"')
     pytest.importorskip("furo", reason='pip install -e ".[site]"')
     command = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-c", "site", *options]
-    done = subprocess.run([*command, str(source), str(out)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command += [] if source == ROOT else ALONE
+    done = subprocess.run([*command, str(source), str(out)], cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -35,7 +39,18 @@ def builder() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Path:
-    return build(ROOT / "chapters", tmp_path_factory.mktemp("site"))
+    """The first of the run's processes that asks builds it, and the others wait for it."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "site"
+    folder.mkdir(exist_ok=True)
+    out, is_whole = folder / "html", folder / "is-whole"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_whole.exists():
+            shutil.rmtree(out, ignore_errors=True)  # of a build that failed: a second one would be silent about it
+            build(ROOT, out)
+            is_whole.touch()
+    return out
 
 
 @pytest.fixture(scope="session")

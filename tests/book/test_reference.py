@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from bookext import reference
+from bookext import endpoint_fields, reference, references
 
 import minivllm
 from minivllm import matrix
+from minivllm.serve.app import ENDPOINTS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -56,8 +58,8 @@ def test_signatures_are_as_they_are_called(shown):
 
 
 def test_fields_come_with_their_comments_and_docstrings_in_paragraphs(shown):
-    assert "<code>size</code>" in shown and "<td>how many</td>" in shown
-    assert "<td>Of two lines above it: and behind.</td>" in shown
+    assert "<code>size</code>" in shown and "<td>how many" in shown
+    assert "<td>Of two lines above it: and behind." in shown
     assert "one: the first.\ntwo, three: the others, with code." in shown
 
 
@@ -80,14 +82,23 @@ def test_a_cell_of_the_matrix_never_looks_better_than_its_worst_pair():
 
 
 def test_every_page_of_the_reference_has_what_it_promises(built):
-    pages = {path.stem: path.read_text() for path in (built / "reference").glob("*.html")}
+    pages = {path.stem: path.read_text() for path in (built / "docs" / "reference").glob("*.html")}
     assert "max_num_batched_tokens" in pages["options"] and "pairs that cannot be" in pages["options"]
     assert "/v1/chat/completions" in pages["server"] and "usage: python -m minivllm" in pages["server"]
     assert "num_computed_tokens" in pages["parts"] and "repetition_penalty" in pages["python"]
 
 
+def test_the_page_of_fields_has_every_field_of_every_request_once(built):
+    page = (built / "docs" / "reference" / "fields.html").read_text()
+    for kind in {struct for e in ENDPOINTS if e.takes for struct in references.inside(e.takes)}:
+        assert page.count(f'id="{endpoint_fields.anchor(kind)}"') == 1, kind
+        assert page.count(endpoint_fields.table(kind)), kind
+    assert version("openai") in page and references.vllm()["version"] in page
+    assert "<code>OutputReasoning.encrypted_content</code>" in page
+
+
 def api_of(page: str) -> list[ast.ClassDef]:
-    places = re.findall(r"\{api\} (\S+)::(\w+)", (ROOT / "chapters" / "reference" / page).read_text())
+    places = re.findall(r"\{api\} (\S+)::(\w+)", (ROOT / "docs" / "reference" / page).read_text())
     return [
         node
         for path, name in places

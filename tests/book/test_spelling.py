@@ -6,15 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+from bookext import quotes
 
 ROOT = Path(__file__).parent.parent.parent
 OURS = Path(__file__).parent / "words.txt"
-PAGES = sorted((ROOT / "chapters").rglob("*.md"))
+PAGES = quotes.pages()
 
 
 def words(text: str) -> list[str]:
     """What is said in words: without code, directives, their options, links' targets, markup and names with digits."""
-    blocks = r"^(`{3,})\{?(?:snippet|console|python|include|records|ratios|matrix).*?^\1$"
+    blocks = r"^(`{3,})\{?(?:snippet|console|python|bash|json|text|include|records|ratios|matrix).*?^\1$"
     text = re.sub(blocks, "", text, flags=re.DOTALL | re.M)
     text = re.sub(r"^\s*(?:[:`]{3,}.*|:[\w-]+:.*|[\w/]+\.py::.*|ch[\w*/]+|\$ .*)$", "", text, flags=re.M)
     text = re.sub(r"\{num\}`[^`]*`|`[^`]*`|\]\([^)]*\)|<[^>]*>|&\w+;|\bhttps?://\S+|\$[^$\n]+\$", " ", text)
@@ -33,7 +34,7 @@ def is_right(word: str, known) -> bool:
     return any(map(known, {word, word.removesuffix("'s"), word.removesuffix("'")}))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT / "chapters")))
+@pytest.mark.parametrize("page", PAGES.values(), ids=list(PAGES))
 def test_every_word_is_known(page, known):
     wrong = sorted({word for word in words(page.read_text()) if not is_right(word, known)})
     assert not wrong, f"{', '.join(wrong)}: mend them, or add them to {OURS.relative_to(ROOT)}"

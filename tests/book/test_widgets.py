@@ -13,7 +13,8 @@ from bookext import batchrows, charts, figures, frames, records, replay, widgets
 
 from chapters import record_traces
 from chapters.record_traces import MAX_BYTES, SCENES
-from minivllm.runner.inputs import BatchKey, InputSizes, Rows
+from minivllm.batch import BatchKey, InputSizes
+from minivllm.runner.inputs import Rows
 from minivllm.runner.inputs_persistent import PersistentInputs
 from minivllm.trace import plan_of
 
@@ -190,10 +191,23 @@ def test_a_list_of_runs_is_a_median_with_its_range():
     assert figures.spread({"a": {"median": 2, "min": 1, "max": 5}}, "a.median") == (2.0, 1.0, 5.0)
 
 
-def test_results_that_are_missing_say_so_and_results_that_are_there_are_drawn(gallery):
+def test_results_that_are_missing_leave_nothing_and_results_that_are_there_are_drawn(gallery):
     page = (gallery / "index.html").read_text()
-    assert page.count("Not measured yet.") == 1 and "$ python bench/absent.py" in re.sub("<.*?>", "", page)
+    assert "What nobody measured" not in page and "A heading of what was measured</h2>" in re.sub("<a.*?</a>", "", page)
+    assert "Not measured" not in page
     assert "together" in page and "1.25 ×" in page
+
+
+def test_no_panel_of_an_ablation_has_time_and_throughput_and_what_was_not_found_is_said(gallery):
+    page = (gallery / "index.html").read_text()
+    own = page[: page.index("Each by its own metric.")].rsplit("The path.", 1)[1]
+    titles = re.findall(r'aria-label="([^"]+): times as much \((more|less) is better\)"', own)
+    assert {title for title, _ in titles} == {"time between two tokens, 99th percentile", "throughput"}
+    assert ("throughput", "more") in titles and ("throughput", "less") not in titles
+    assert own.count("no difference found within ") == 1 and "neither" not in own
+
+
+def test_nothing_is_listed_of_results_that_do_not_exist():
     assert not records.exists("bench/absent")
 
 

@@ -8,8 +8,8 @@ the numbers that a CPU computes,
     what a graph may not hold    waiting, copies from the host; and that a replay computes what a call would: what is
                                  done between capture_begin and capture_end is done again, on the same tensors
 
-It knows nothing of time, of streams that overtake each other (tests/runner/test_late.py has one), of memory that is
-given out again, or of what a compiler makes of a kernel. Triton kernels run where TRITON_INTERPRET=1.
+It knows nothing of time, of streams that overtake each other (tests/runner/test_async_engine.py has one), of memory
+that is given out again, or of what a compiler makes of a kernel. Triton kernels run where TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _library(folder: Path) -> Path:
     flags = f"-std=c++17 -shared -fPIC -I{root}/include -L{root}/lib"
     source = folder / "guard.cpp"
     source.write_text(GUARD)
-    subprocess.run(["g++", *flags.split(), str(source), "-lc10", "-o", str(path)], check=True, timeout=120)
+    subprocess.run(["g++", *flags.split(), str(source), "-lc10", "-o", str(path)], check=True, timeout=250)
     return path
 
 

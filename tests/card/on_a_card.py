@@ -17,12 +17,13 @@ from minivllm.runner import forward_graphs
 from tests.card.emulated_cuda import Card, OnDevice, card, torch_knows_cuda  # noqa: F401
 
 assert INTERPRETED
-SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 16}
+SMALL = {"model.path": "dummy:tiny-short", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 16}
 SMALL |= {"executor.num_threads": 1, "scheduler.max_num_batched_tokens": 8, "scheduler.max_num_seqs": 3}
 SMALL |= {"model.max_model_len": 32, "runner.kernels": "torch", "debug.check": True}
 
 PLAIN = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.0, "max_tokens": 8}]
 DRAFTS = {"spec_decode.method": "ngram", "spec_decode.k": 1, "spec_decode.adaptive": False}
+SHALLOW = {"spec_decode.k": 2, "spec_decode.layers": 1}
 SWAPS = {"kv.num_blocks": 6, "kv.preemption": "swap", "debug.preempt_every": 3}
 # What was sampled, the oracle, and once for each two pools the addresses that blocks are moved between.
 WAITED_FOR = "sampler.py", "logprobs.py", "reference.py", "x.data_ptr() for x"
@@ -52,7 +53,7 @@ def generate(kinds: list[dict], **options) -> tuple[list, dict[str, str], list[s
 
 
 @functools.cache
-def wanted(all_kinds: bool, model: str = "dummy:tiny") -> list:
+def wanted(all_kinds: bool, model: str = "dummy:tiny-short") -> list:
     options = {"model.device": "cpu", "runner.attention": "reference", "model.path": model}
     return generate(KINDS if all_kinds else PLAIN, **options)[0]
 
@@ -78,7 +79,7 @@ def test_captures_hold_what_they_may_and_replays_give_the_tokens(options, card, 
     "options",
     [
         {"runner.attention": "triton", "runner.kernels": "triton"} | SWAPS,
-        {"runner.attention": "reference", "spec_decode.method": "self_draft", "spec_decode.k": 2},
+        {"runner.attention": "reference", "spec_decode.method": "self_draft"} | SHALLOW,
     ],
     ids=["swap", "drafts"],
 )
@@ -103,7 +104,7 @@ def test_overlapped_steps_wait_for_nothing(options, all_kinds, card):  # noqa: F
     kinds, overlapped = KINDS if all_kinds else PLAIN, {"model.device": "cuda", "engine.overlap": 2}
     tokens, _, waits = generate(kinds, **overlapped | options)
     assert waits == []
-    assert tokens == wanted(all_kinds, options.get("model.path", "dummy:tiny"))
+    assert tokens == wanted(all_kinds, options.get("model.path", "dummy:tiny-short"))
 
 
 def test_the_preset_for_gpus_chooses_what_it_has_proven(card, monkeypatch):  # noqa: F811

@@ -1,4 +1,4 @@
-"""The snippets of a page of the book, to be run against a server of a test: what the page shows is what is tested."""
+"""The snippets of a page of docs/, to be run against a server of a test: what the page shows is what is tested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "chapters" / "clients.md"
+PAGE = ROOT / "docs" / "clients.md"
 
 
 def snippets(heading: str) -> list[str]:
@@ -25,6 +25,6 @@ def run(code: str, replaced: Mapping[str, str]) -> str:
         assert there in code, f"the page does not name {there}"
         code = code.replace(there, here)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout

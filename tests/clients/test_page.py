@@ -1,4 +1,4 @@
-"""The snippets of chapters/clients.md, as they stand, with the models that they name."""
+"""The snippets of docs/clients.md, as they stand, with the models that they name."""
 
 from __future__ import annotations
 

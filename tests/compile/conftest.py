@@ -22,8 +22,8 @@ def tiny():
 @pytest.fixture(scope="session")
 def compiled(tiny):
     """The cache that the engine uses, with dummy:tiny's pieces for one thread in it: built at most once a machine."""
-    if (obstacle := form_for(CPU).obstacle(CPU)) is not None:
-        pytest.skip(obstacle)
+    if (why := form_for(CPU).unsupported_reason(CPU)) is not None:
+        pytest.skip(why)
     cache = default_cache_dir() / "compiled"
     forward = PiecewiseForward(tiny, CPU, ForwardOptions("wait", max_tokens=64, num_threads=1, cache=cache))
     assert forward.decision[0] == "piecewise", forward.decision

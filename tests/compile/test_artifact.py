@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from eventually import eventually
 from naive_attention import NaiveAttention, hidden_of
 from toy_model import VOCAB, ToyModel
 
@@ -25,7 +26,9 @@ from minivllm.runner.forward_piecewise import PiecewiseForward
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ARTIFACT = FORMS["artifact"]
-pytestmark = pytest.mark.skipif(FORMS["library"].obstacle(CPU) is not None, reason="a CPU's artifact is built with g++")
+pytestmark = pytest.mark.skipif(
+    FORMS["library"].unsupported_reason(CPU) is not None, reason="a CPU's artifact is built with g++"
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +77,9 @@ def test_what_is_captured_of_them_can_be_replayed(toy, built, monkeypatch):
     forward = PiecewiseForward(toy, CPU, replace(options(built.cache), shapes=shapes))._forward
     context = ForwardContext(NaiveAttention(), None, [torch.empty(0)], toy.attention_layers)
     for size in (8, 4, 2, 1, 4, 8, 1, 2):
-        token_ids, positions = torch.randint(VOCAB, (size,)), torch.randperm(size)
+        x, positions = toy.embed(torch.randint(VOCAB, (size,))), torch.randperm(size)
         with torch.inference_mode(), forward_context(context):
-            got, expected = forward(*shapes.inputs(token_ids, positions)), toy(token_ids, positions)
+            got, expected = forward(*shapes.inputs(x, positions)), toy(x, positions)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
         if size == 1:
             shapes.seal()  # each size has been recorded
@@ -125,10 +128,7 @@ def test_nothing_is_loaded_while_warm_up_captures(toy, tmp_path, monkeypatch):
     time.sleep(0.2)
     assert len(loads) == 1
     forward.key_for(1, 1, 1)
-    end = time.monotonic() + 10
-    while len(loads) == 1 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert len(loads) == 2
+    eventually(lambda: len(loads) == 2)
 
 
 def test_one_cards_pieces_are_not_anothers(toy, monkeypatch):
@@ -146,9 +146,9 @@ def test_one_cards_pieces_are_not_anothers(toy, monkeypatch):
 
 def test_without_what_triton_needs_there_is_a_reason(monkeypatch):
     monkeypatch.setattr("minivllm.compile.artifact.shutil.which", lambda name: None)
-    assert "C compiler" in ARTIFACT.obstacle(CUDA)
+    assert "C compiler" in ARTIFACT.unsupported_reason(CUDA)
     monkeypatch.setattr("minivllm.compile.artifact.find_spec", lambda name: None)
-    assert "triton is not installed" in ARTIFACT.obstacle(CUDA)
+    assert "triton is not installed" in ARTIFACT.unsupported_reason(CUDA)
 
 
 def test_a_pool_leaves_room_for_a_builder_that_works_while_it_serves():

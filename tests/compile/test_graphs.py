@@ -15,6 +15,7 @@ from naive_attention import NaiveAttention, hidden_of
 from minivllm import LLM, SamplingParams
 from minivllm.attention.base import KVSpec
 from minivllm.attention.reference import ReferenceAttention
+from minivllm.batch import BatchKey, InputSizes
 from minivllm.compile import graphs
 from minivllm.compile.context import ForwardContext, aside, forward_context
 from minivllm.compile.graphs import Captures, CudaGraphs, RecordedCalls, borrowed, capture_sizes, copy_into
@@ -22,9 +23,8 @@ from minivllm.config import EngineConfig
 from minivllm.lora.layer import LoRAMethod
 from minivllm.runner.forward import EagerForward, ForwardOptions
 from minivllm.runner.forward_graphs import FullForward, Setting, full, full_and_piecewise
-from minivllm.runner.inputs import BatchKey, InputSizes
 from minivllm.runner.memory import size_pool
-from minivllm.runner.rehearsal import peak_of, rehearse
+from minivllm.runner.profile_run import peak_of, profile_run
 from minivllm.runner.runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_attention_is_outside_of_the_capture(tiny):
     forward, caches = captures.wrap_forward(tiny), [torch.empty(0)] * len(tiny.attention_layers)
     for step in range(3):
         with torch.inference_mode(), forward_context(ForwardContext(Watched(), step, caches, tiny.attention_layers)):
-            forward(*captures.inputs(ids(4) + step, ids(4)))
+            forward(*captures.inputs(tiny.embed(ids(4) + step), ids(4)))
     num_layers = len(tiny.attention_layers)
     assert [meta for meta, *_ in seen] == [0] * num_layers + [1] * num_layers + [2] * num_layers
     addresses = [tuple(where) for _, *where in seen]
@@ -232,7 +232,7 @@ def test_on_a_gpu_graphs_and_attentions_take_turns(tiny, fake_cuda):
         fake_cuda.clear()
         caches = [torch.empty(0)] * num_layers
         with torch.inference_mode(), forward_context(ForwardContext(Logged(), meta, caches, tiny.attention_layers)):
-            forward(*captures.inputs(ids(4), ids(4)))
+            forward(*captures.inputs(tiny.embed(ids(4)), ids(4)))
         return list(fake_cuda)
 
     def replayed(meta):
@@ -263,7 +263,7 @@ def test_what_an_adapter_adds_is_between_two_graphs(tiny, fake_cuda, monkeypatch
             torch.inference_mode(),
             forward_context(ForwardContext(NaiveAttention(), 0, caches, tiny.attention_layers)),
         ):
-            forward(*captures.inputs(ids(4), ids(4)))
+            forward(*captures.inputs(tiny.embed(ids(4)), ids(4)))
     graphs = [f"replay graph {i}" for i in range(1, num_layers + 3)]
     assert fake_cuda == [*graphs[:2], "add to 4 rows", *graphs[2:]]
 
@@ -438,12 +438,12 @@ def test_padding_reads_no_kv_that_was_not_written(options, wanted, monkeypatch):
 # ---------------------------------------------------------------- memory
 
 
-def test_a_rehearsal_is_the_warm_up_over_one_block(tiny, monkeypatch):
+def test_a_profile_run_is_the_warm_up_over_one_block(tiny, monkeypatch):
     recorded = []
     record = RecordedCalls.record_around
     monkeypatch.setattr(RecordedCalls, "record_around", lambda self, run: recorded.append(run) or record(self, run))
     made, kv_shape, sizes = graphed(tiny, full_and_piecewise, spare_block=0)
-    rehearse(tiny, made, kv_shape, torch.float32, sizes, num_tokens=200)
+    profile_run(tiny, made, kv_shape, torch.float32, sizes, num_tokens=200)
     assert len(recorded) == len(capture_sizes(6)) + len(capture_sizes(64))
 
 

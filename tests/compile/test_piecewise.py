@@ -4,6 +4,7 @@ what is in the cache is loaded without a compiler; a damaged library is never lo
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -105,7 +106,7 @@ print([list(output.outputs[0].token_ids) for output in outputs])
 def test_a_second_process_needs_no_compiler(compiled, wanted, tmp_path):
     code = SECOND_PROCESS.format(overrides=TINY, prompts=PROMPTS)
     env = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(wanted)
 
@@ -120,7 +121,7 @@ def own_cache(tiny, compiled, tmp_path, monkeypatch):
         *(f"piece-{piece}" for piece in Store(Cache(compiled), LIBRARY).program(key).pieces),
     ]:
         shutil.copytree(compiled / name, root / name)
-    monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("minivllm.engine.build.worker.default_cache_dir", lambda: tmp_path)
     return root
 
 
@@ -160,7 +161,7 @@ def test_the_pieces_are_swapped_in_between_two_steps(graphs, own_cache, wanted, 
 
 
 def test_without_a_compiler_the_model_stays_eager_and_says_why(wanted, tmp_path, monkeypatch):
-    monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("minivllm.engine.build.worker.default_cache_dir", lambda: tmp_path)
     monkeypatch.setattr("minivllm.compile.library.shutil.which", lambda name: None)
     for mode in ("wait", "background"):
         with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode}) as llm:
@@ -170,7 +171,7 @@ def test_without_a_compiler_the_model_stays_eager_and_says_why(wanted, tmp_path,
 
 @pytest.mark.parametrize("mode", ["wait", "background"])
 def test_a_builder_that_fails_leaves_the_model_eager(mode, wanted, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("minivllm.runner.worker.default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("minivllm.engine.build.worker.default_cache_dir", lambda: tmp_path)
     monkeypatch.setattr(compile_job, "skeleton", lambda model: b"no pickle")
     monkeypatch.setattr(forward_piecewise, "BACKGROUND_NICE", 0)
     with tiny_llm(**{"runner.forward": "piecewise", "runner.compile": mode}) as llm:
@@ -192,9 +193,8 @@ def test_a_model_that_cannot_be_sent_to_a_builder_stays_eager(mode, tiny, tmp_pa
     assert decision[0] == "eager" and "cannot be sent" in decision[1] and "lambda" in decision[1]
 
 
-def test_the_builder_ends_with_its_engine_and_leaves_no_file(tmp_path, tiny, monkeypatch):
-    files = tmp_path / "files"
-    files.mkdir()
+def test_the_builder_ends_with_its_engine_and_leaves_no_file(tmp_path, short_folder, tiny, monkeypatch):
+    files = short_folder
     monkeypatch.setattr(tempfile, "tempdir", str(files))
     build = Build(job_for(tiny, LIBRARY, CPU, tmp_path, num_threads=1, nice=19))
     process = build._process
@@ -209,6 +209,13 @@ def test_the_builder_ends_with_its_engine_and_leaves_no_file(tmp_path, tiny, mon
     assert list(files.iterdir()) == []
 
 
+def test_a_builder_that_hangs_is_ended(tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr(compile_job, "SILENT_SECONDS", 0.5)
+    build = Build(job_for(tiny, LIBRARY, CPU, tmp_path, num_threads=1, nice=0))
+    build._process.send_signal(signal.SIGSTOP)
+    assert build.wait() == "the builder has said nothing for 0.5 s, and was ended"
+
+
 # ---------------------------------------------------------------- the real model
 
 
@@ -216,8 +223,8 @@ def test_the_builder_ends_with_its_engine_and_leaves_no_file(tmp_path, tiny, mon
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_greedy_tokens_of_the_default_model_in_fp32_are_those_of_eager():
-    if (obstacle := LIBRARY.obstacle(CPU)) is not None:
-        pytest.skip(obstacle)
+    if (why := LIBRARY.unsupported_reason(CPU)) is not None:
+        pytest.skip(why)
     prompts = ["The history of the printing press begins in", "def fibonacci(n):\n    ", "1, 1, 2, 3, 5, 8, 13,"]
     tokens = {}
     for mode in ("off", "wait"):

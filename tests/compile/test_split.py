@@ -51,9 +51,14 @@ def test_a_forward_that_branches_on_the_number_of_tokens_is_refused():
         trace(skeleton(Branching()))
 
 
-class Branching(torch.nn.Module):
-    def forward(self, token_ids, positions):
-        return positions * 2 if token_ids.shape[0] > 4 else positions
+class NoEmbedding(torch.nn.Module):
+    def embed(self, token_ids):
+        return token_ids
+
+
+class Branching(NoEmbedding):
+    def forward(self, x, positions):
+        return positions * 2 if x.shape[0] > 4 else positions
 
 
 def test_a_model_is_traced_for_the_device_that_it_is_on(tiny, monkeypatch):
@@ -93,7 +98,7 @@ chosen_product = opaque(
 )
 
 
-class Dual(torch.nn.Module):
+class Dual(NoEmbedding):
     """A layer whose operation depends on the number of tokens, and shares a plain tensor attribute."""
 
     def __init__(self):
@@ -101,7 +106,7 @@ class Dual(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(8, 8), requires_grad=False)
         self.packed = torch.randn(8, 8)
 
-    def forward(self, token_ids, positions):
+    def forward(self, x, positions):
         x = positions.unsqueeze(1) * self.weight[0]
         x = chosen_product(torch.relu(x), self.packed, None, 5)
         return chosen_product(x, self.weight, self.weight[1], 3) + x

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
 from minivllm.features import CONFLICTS, FEATURES, Feature
 
 Config = dict[str, Any]  # dotted field -> option
+Option = tuple[str, Any]  # an axis and one of its options
 
 
 def singles(axes: list[Feature]) -> list[Config]:
@@ -31,39 +34,35 @@ def _allowed(feature: Feature, chosen: tuple[str, Any]) -> tuple[str, Any, bool]
 
 def all_pairs(axes: list[Feature]) -> list[Config]:
     """A greedy cover: each configuration takes as many pairs not met yet as it can. Declared conflicts are left out."""
-    missing = {
+    pairs = {
         ((a.name, x), (b.name, y))
         for a, b in combinations(axes, 2)
         for x in a.options
         for y in b.options
         if not in_conflict([(a.name, x), (b.name, y)])
     }
+    missing: dict[Option, set[Option]] = defaultdict(set)  # what each option has not met yet
+    for first, second in pairs:
+        missing[first].add(second)
+        missing[second].add(first)
     configs = []
-    while missing:
-        chosen: dict[str, Any] = {}
-        (a, x), (b, y) = min(missing, key=repr)
-        chosen[a], chosen[b] = x, y
+    for first, second in sorted(pairs, key=repr):
+        if second not in missing[first]:
+            continue
+        chosen = {first, second}
         for axis in axes:
-            if axis.name not in chosen:
-                options = [o for o in axis.options if not in_conflict([*chosen.items(), (axis.name, o)])]
-                chosen[axis.name] = max(options, key=lambda o: _gain(missing, chosen, axis.name, o))
-        missing -= {pair for pair in missing if all(chosen[name] == option for name, option in pair)}
-        configs.append({axis.field: chosen[axis.name] for axis in axes})
+            if axis.name not in dict(chosen):
+                allowed = [(axis.name, o) for o in axis.options if not in_conflict([*chosen, (axis.name, o)])]
+                chosen.add(max(allowed, key=lambda option: len(missing[option] & chosen)))
+        for option in chosen:
+            missing[option] -= chosen
+        configs.append({axis.field: dict(chosen)[axis.name] for axis in axes})
     return configs
 
 
-def _gain(missing: set, chosen: dict[str, Any], name: str, option: Any) -> int:
-    with_it = {**chosen, name: option}
-    return sum(
-        all(with_it.get(n, _NOTHING) == o for n, o in pair) and any(n == name for n, _ in pair) for pair in missing
-    )
-
-
-_NOTHING = object()
-
-
-def in_conflict(chosen: list[tuple[str, Any]]) -> bool:
-    return any(conflict.first in chosen and conflict.second in chosen for conflict in CONFLICTS)
+def in_conflict(chosen: Iterable[Option]) -> bool:
+    options = set(chosen)
+    return any(conflict.first in options and conflict.second in options for conflict in CONFLICTS)
 
 
 def axes(*names: str) -> list[Feature]:

@@ -11,8 +11,11 @@ from minivllm import LLM, SamplingParams, StructuredParams
 from minivllm.features import FEATURES, NEEDS_GPU
 from minivllm.kernels.cpu import build
 
-AXES = [  # what needs a GPU: tests/kernels
-    replace(feature, options=tuple(o for o in feature.options if (feature.name, o) not in NEEDS_GPU))
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
+ELSEWHERE = NEEDS_GPU | {("executor", "simulated")}  # tests/kernels, test_simulated.py
+AXES = [
+    replace(feature, options=tuple(o for o in feature.options if (feature.name, o) not in ELSEWHERE))
     for feature in FEATURES
 ]
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
@@ -57,8 +60,8 @@ def wanted_of():
 
 def skip_without_compiler(config):
     needs = [("runner.attention", ("cpu",)), ("model.quantization", ("int8", "int4"))]
-    if any(config.get(field) in values for field, values in needs) and build.obstacle():
-        pytest.skip(build.obstacle())
+    if any(config.get(field) in values for field, values in needs) and build.unsupported_reason():
+        pytest.skip(build.unsupported_reason())
 
 
 @pytest.mark.parametrize("config", all_pairs(AXES), ids=label)
@@ -85,7 +88,7 @@ def test_fewer_bits_give_other_tokens(quantization, wanted_of):
     "attention, kv_dtype",
     [
         *((name, "auto") for name in ("reference", "sdpa", "cpu")),
-        *(("cpu", kind) for kind in ("int8", "float8_e4m3fn")),
+        *(("cpu", kind) for kind in ("float16", "int8", "float8_e4m3fn")),
     ],
 )
 def test_every_chunk_size_gives_the_same_tokens(budget, attention, kv_dtype, wanted_of):

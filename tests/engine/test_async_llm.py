@@ -1,6 +1,8 @@
 import asyncio
 
 import pytest
+from eventually import eventually
+from steps import before_each_step, slow_down
 
 from minivllm import AsyncLLM, SamplingParams
 from minivllm.errors import BadRequest, EngineDead, NeverFits
@@ -17,11 +19,12 @@ def engine():
 
 
 async def settled(engine):
-    for _ in range(200):
-        if engine._core.is_settled and not engine._core.has_work:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("requests are still in the engine")
+    await asyncio.to_thread(eventually, lambda: engine._core.is_settled and not engine._core.has_work)
+
+
+async def at_work(engine):
+    """Once it has begun what it was asked."""
+    await asyncio.to_thread(eventually, lambda: engine.stats.generation_tokens)
 
 
 async def collect(engine, request_id, params=GREEDY, prompt=(1, 2, 3), **kwargs):
@@ -39,6 +42,16 @@ def test_deltas_concatenate_to_the_final_text(engine):
     assert "".join(o.outputs[0].text for o in delta) == cumulative[-1].outputs[0].text == final[0].outputs[0].text
     assert sum((o.outputs[0].token_ids for o in delta), []) == final[0].outputs[0].token_ids
     assert len(delta) > 3
+
+
+def test_all_sequences_of_a_prompt_cross_in_one_command(engine, monkeypatch):
+    sent, send = [], engine._link.send
+    monkeypatch.setattr(engine._link, "send", lambda command: (sent.append(command), send(command)))
+    params = SamplingParams(n=5, max_tokens=2, seed=1, allowed_token_ids=[3, 4, 5] * 1000)
+    (output,) = asyncio.run(collect(engine, "r", params, output_kind="final"))
+    assert len(output.outputs) == 5 and {t for out in output.outputs for t in out.token_ids} <= {3, 4, 5}
+    (command,) = sent
+    assert len(command.siblings) == 4 and command.request.params.allowed_token_ids == (3, 4, 5)
 
 
 def test_leaving_the_iterator_aborts_the_request(engine):
@@ -87,7 +100,7 @@ def test_an_id_that_is_used_again_at_once_gets_no_token_of_the_one_before(core):
 def test_cancelling_a_task_aborts_its_request(engine):
     async def run():
         tasks = [asyncio.create_task(collect(engine, str(i), GREEDY.replace(max_tokens=300))) for i in range(5)]
-        await asyncio.sleep(0.05)
+        await at_work(engine)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -101,12 +114,13 @@ def test_cancelling_a_task_aborts_its_request(engine):
 def test_abort_ends_the_stream_with_its_reason(engine):
     async def run():
         task = asyncio.create_task(collect(engine, "a", GREEDY.replace(max_tokens=400)))
-        await asyncio.sleep(0.05)
+        await at_work(engine)
         await engine.abort("a")
         await engine.abort("nobody")
         return (await task)[-1]
 
-    output = asyncio.run(run())
+    with before_each_step(engine, slow_down):
+        output = asyncio.run(run())
     assert output.finished and output.outputs[0].finish_reason == "abort"
 
 
@@ -140,14 +154,15 @@ def test_a_stop_string_ends_the_text_and_frees_the_request(engine):
 def test_shutdown_tells_open_streams_and_later_calls(engine):
     async def run():
         task = asyncio.create_task(collect(engine, "a", GREEDY.replace(max_tokens=400)))
-        await asyncio.sleep(0.05)
+        await at_work(engine)
         await engine.shutdown()
         with pytest.raises(EngineDead):
             await task
         with pytest.raises(EngineDead):
             await collect(engine, "b")
 
-    asyncio.run(run())
+    with before_each_step(engine, slow_down):
+        asyncio.run(run())
     assert not engine.is_running
 
 

@@ -13,6 +13,7 @@ from minivllm.errors import BadRequest
 SMALL = {"kv.num_blocks": 60, "kv.block_size": 8, "executor.num_threads": 1, "debug.check": True}
 PROMPT = list(range(20, 40))
 SAMPLED = SamplingParams(temperature=1.0, seed=4, max_tokens=6)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +68,17 @@ def test_the_best_are_known_at_the_end(kind):
     assert all(len(o.token_ids) == 6 or o.finish_reason == "stop" for o in output.outputs)
 
 
+@pytest.mark.parametrize("preset", ["v1", "v0", "static"])
+def test_greedy_choices_are_as_many_as_asked_for_and_equal(llm, preset):
+    """As OpenAI's API has it; vLLM refuses them."""
+    (one,) = generate(llm, GREEDY)
+    with LLM("dummy:tiny", dtype="float32", max_num_seqs=8, preset=preset, overrides=SMALL) as engine:
+        for n, best_of in ((3, None), (2, 3), (1, 2)):
+            found = generate(engine, GREEDY.replace(n=n, best_of=best_of))
+            assert [(o.index, o.token_ids, o.text) for o in found] == [(i, one.token_ids, one.text) for i in range(n)]
+
+
 def test_what_cannot_be_is_refused_by_name(llm):
     with pytest.raises(BadRequest, match="at least 3") as error:
         SamplingParams(n=3, best_of=2)
     assert error.value.param == "best_of"
-    with pytest.raises(BadRequest, match="greedy") as error:
-        generate(llm, SamplingParams(temperature=0.0, best_of=2))
-    assert error.value.param == "best_of"
-    assert len(generate(llm, SamplingParams(temperature=0.0, best_of=1, max_tokens=2))) == 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 
 import pytest
+from eventually import PATIENCE
+from eventually import eventually as wait_for
 from fakes import FakeEngine
 
 from minivllm.engine.compilations import Compilations
@@ -14,11 +15,12 @@ from minivllm.engine.messages import Abort, Add, Close, Ended, Refused, Report
 from minivllm.engine.step_loop import StepLoop
 from minivllm.errors import BadRequest, MinivllmError
 from minivllm.request import EngineRequest, SamplingParams
+from minivllm.sandbox import Unwanted
 from minivllm.structured.params import StructuredParams
 
 
 class SlowCompiler:
-    """Knows a grammar once `gate` has let it through."""
+    """Knows a grammar once `gate` has let it through. Its own trials."""
 
     def __init__(self):
         self.gate, self.compiled, self.failure = threading.Event(), [], None
@@ -26,11 +28,20 @@ class SlowCompiler:
     def has(self, params):
         return params.key in self.compiled
 
-    def compile(self, params):
-        assert self.gate.wait(10)
+    def get_ready(self): ...
+    def close(self): ...
+
+    def compile(self, params, is_wanted):
+        while not self.gate.wait(0.01):
+            if not is_wanted():
+                raise Unwanted("nobody waits")
         if self.failure is not None:
             raise self.failure
         self.compiled.append(params.key)
+
+
+def make_compilations(compiler):
+    return Compilations(compiler, lambda: compiler)
 
 
 class Loop:
@@ -40,7 +51,7 @@ class Loop:
         self.engine, self.compiler, self.messages = FakeEngine(), SlowCompiler(), []
         self.inbox = queue.SimpleQueue()
         self.loop = StepLoop(
-            self.engine.core, {}, self._take, self.messages.append, compilations=Compilations(self.compiler)
+            self.engine.core, {}, self._take, self.messages.append, compilations=make_compilations(self.compiler)
         )
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
@@ -62,7 +73,7 @@ class Loop:
 
     def close(self):
         self.inbox.put(Close())
-        self.thread.join(10)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive() and isinstance(self.messages[-1], Ended)
 
 
@@ -72,13 +83,6 @@ def loop():
     yield loop
     loop.compiler.gate.set()
     loop.close()
-
-
-def wait_for(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.005)
 
 
 def test_tokens_of_others_go_on_while_a_grammar_is_compiled(loop):
@@ -93,9 +97,29 @@ def test_tokens_of_others_go_on_while_a_grammar_is_compiled(loop):
     assert len(loop.compiler.compiled) == 1
 
 
+def test_a_clients_grammar_waits_for_no_more_than_one_of_a_flood(monkeypatch):
+    monkeypatch.setattr("minivllm.engine.compilations.NUM_THREADS", 1)
+    compiler = SlowCompiler()
+    compilations = make_compilations(compiler)
+
+    def ask(client, regex):
+        params = SamplingParams(structured=StructuredParams(regex=regex))
+        assert compilations.hold(EngineRequest(f"{client}-{regex}", [1], params, client=client))
+        return params.structured.key
+
+    flood = [ask("flood", f"a{{{i}}}") for i in range(1, 6)]
+    quiet = [ask("quiet", "b"), ask("quiet", "c")]
+    compiler.gate.set()
+    wait_for(lambda: len(compiler.compiled) == 7)
+    before = [[key in flood for key in compiler.compiled[: compiler.compiled.index(own)]].count(True) for own in quiet]
+    assert before[0] <= 2 and before[1] <= before[0] + 1, "one in hand, and one for each of its own"
+    assert [key for key in compiler.compiled if key in flood] == flood
+    compilations.close()
+
+
 def test_nobody_overtakes_those_whose_grammar_has_just_been_compiled():
     compiler = SlowCompiler()
-    compilations = Compilations(compiler)
+    compilations = make_compilations(compiler)
     params = SamplingParams(structured=StructuredParams(regex="c+"))
     first, second = (EngineRequest(name, [1], params) for name in "ab")
     assert compilations.hold(first)

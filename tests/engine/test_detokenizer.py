@@ -38,7 +38,7 @@ def stream(tokenizer, prompt, ids, sizes=(), **params):
 
 
 def cut(text: str, stops: list[str], include: bool = False, from_end: int = 0) -> tuple[str, str | None]:
-    """The slow twin: at the first end (beyond from_end) of a stop string, the longest one that ends there."""
+    """The slow reference: at the first end (beyond from_end) of a stop string, the longest one that ends there."""
     for end in range(from_end + 1, len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             stop = max(found, key=len)

@@ -12,8 +12,9 @@ from fakes import EOS, FakeEngine, beam_oracle, next_token, oracle
 from minivllm import LLM, AsyncLLM, SamplingParams
 from minivllm.engine.core import EngineCore
 from minivllm.errors import ConfigError, ModelError
-from minivllm.executor.background import BackgroundExecutor
+from minivllm.executor.background import BackgroundExecutor, FailStop, StepLost
 from minivllm.executor.uni import UniExecutor
+from minivllm.plan import StepOutput, StepPlan
 from minivllm.request import BeamSearchParams
 
 TINY = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.block_size": 8, "executor.num_threads": 1}
@@ -46,8 +47,10 @@ def watch_publishing(engine: FakeEngine) -> list[int]:
         {"debug.evict_all": True, "runner.inputs": "gather", "scheduler.policy": "priority"},
         {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.fork": "share"},
         {"scheduler.kind": "static", "scheduler.chunked_prefill": False, "scheduler.max_num_seqs": 5},
+        {"spec_decode.method": "ngram", "spec_decode.k": 3},
+        {"spec_decode.method": "draft", "debug.preempt_every": 3, "scheduler.max_num_batched_tokens": 9},
     ],
-    ids=["v1", "preempt", "evict", "v0", "static"],
+    ids=["v1", "preempt", "evict", "v0", "static", "drafts", "drafts-few"],
 )
 def test_an_overlap_changes_no_token_and_keeps_no_block(options, overlap, seed):
     for num_blocks in (20, 300):
@@ -57,7 +60,7 @@ def test_an_overlap_changes_no_token_and_keeps_no_block(options, overlap, seed):
         assert {req_id: engine.tokens[req_id] for req_id in wanted} == wanted
         assert engine.kv.usage.num_free == num_blocks and max(looked_at) > 0
         engine.core.step()
-        assert not engine.worker.rows.of and not engine.scheduler._in_flight and not engine.scheduler._dropped
+        assert not engine.worker.rows.of and not engine.scheduler.in_flight
 
 
 def count_computed(engine: FakeEngine) -> list[int]:
@@ -186,7 +189,7 @@ def test_whoever_was_not_in_a_failing_step_gets_its_own_tokens(seed, overlap, fo
         take(engine.core.step(), tokens, doomed)
     assert {r: tokens[r] for r in wanted if r not in doomed} == {r: wanted[r] for r in wanted if r not in doomed}
     assert failed and len(doomed) < len(wanted) and engine.kv.usage.num_free == 24
-    assert not engine.scheduler.requests and not engine.scheduler._in_flight and not engine.scheduler._dropped
+    assert not engine.scheduler.requests and not engine.scheduler.in_flight
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -255,15 +258,113 @@ def test_the_background_executor_runs_steps_while_the_next_is_planned_and_calls_
     core.shutdown(), core.shutdown()
 
 
+class Telling:
+    """A worker whose forwards begin and end when they are let, and fail where they are told to."""
+
+    def __init__(self, fails=()):
+        self.begins, self.ends = threading.Semaphore(0), threading.Semaphore(0)
+        self.told, self.fails = threading.Semaphore(0), fails
+
+    def tell_forwards(self, tell):
+        self.tell = tell
+
+    def execute(self, plan):
+        if not plan.num_tokens:
+            return StepOutput()
+        assert self.begins.acquire(timeout=10)
+        self.tell()
+        self.told.release()
+        assert self.ends.acquire(timeout=10)
+        if plan.step in self.fails:
+            raise ZeroDivisionError
+        return StepOutput(tokens={"a": [plan.step]})
+
+
+def holding(worker):
+    executor = BackgroundExecutor(lambda: UniExecutor(lambda: worker))
+    executor.hold_until_forwards()
+    return executor
+
+
+def steps(executor, *num_tokens):
+    return [
+        executor.submit(StepPlan(i, {"a": 1} if n else {}, {"a": i} if n else {}, num_in_flight=min(i, 1)))
+        for i, n in enumerate(num_tokens)
+    ]
+
+
+def test_a_step_is_handed_out_when_the_next_ones_forward_begins_and_the_last_one_when_it_ends():
+    worker = Telling()
+    executor = holding(worker)
+    first, second = steps(executor, 1, 1)
+    worker.begins.release(), worker.ends.release()
+    assert worker.told.acquire(timeout=10)  # the first one's forward has begun, it ends, and the next one may not begin
+    assert not first.is_ready()
+    worker.begins.release()
+    assert first.result().tokens == {"a": [0]} and not second.is_ready()
+    worker.ends.release()
+    assert second.result().tokens == {"a": [1]}
+    executor.shutdown()
+
+
+def test_behind_a_step_that_fails_or_has_no_forward_nothing_is_held_back():
+    worker = Telling(fails={0})
+    worker.begins.release(9), worker.ends.release(9)
+    executor = holding(worker)
+    failed, lost = steps(executor, 1, 1)
+    for output in (failed, lost):
+        with pytest.raises((ZeroDivisionError, StepLost)):
+            output.result()
+    executor.shutdown()
+    executor = holding(Telling())
+    executor.inner.worker.begins.release(), executor.inner.worker.ends.release()
+    first, empty = steps(executor, 1, 0)
+    assert first.result().tokens == {"a": [0]} and empty.result().tokens == {}
+    executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"executor.kind": "naive", "kv.prefix": "none"},
+        {"executor.kind": "simulated"},
+        {"spec_decode.method": "ngram"},
+    ],
+    ids=["uni", "naive", "simulated", "ngram"],
+)
+def test_every_worker_says_once_a_step_that_its_device_is_at_work(options, monkeypatch):
+    """Else its outputs would be held until the next step has ended."""
+    computed, running, told = [], [], []  # steps
+    hand_out, call = BackgroundExecutor._hand_out, FailStop.__call__
+
+    def counted(executor):
+        told.extend(running)
+        hand_out(executor)
+
+    def started(start, plan):
+        computed.extend([plan.step] if plan.num_tokens else [])
+        running.append(plan.step)
+        try:
+            return call(start, plan)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(BackgroundExecutor, "_hand_out", counted)
+    monkeypatch.setattr(FailStop, "__call__", started)
+    with LLM(overrides={**TINY, "engine.overlap": 2, "kv.num_blocks": 30, **options}) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+    assert told == computed and len(told) >= 2
+
+
 def test_what_building_a_worker_raises_comes_out_of_the_thread():
     with pytest.raises(ModelError, match="no-such-model"):
         LLM(overrides={**TINY, "model.path": "./no-such-model", "engine.overlap": 2})
 
 
 def test_what_cannot_overlap_is_refused_with_the_reason():
-    for overrides in ({"spec_decode.method": "ngram"}, {"kv.preemption": "swap"}):
-        with pytest.raises(ConfigError, match="overlap=2 cannot be combined"):
-            LLM(overrides={**TINY, **overrides, "engine.overlap": 2})
+    with pytest.raises(ConfigError, match="overlap=2 cannot be combined"):
+        LLM(overrides={**TINY, "kv.preemption": "swap", "engine.overlap": 2})
     with pytest.raises(ConfigError, match="engine.overlap must be at least 1 and at most 2"):
         LLM(overrides={**TINY, "engine.overlap": 3})
 

@@ -5,16 +5,18 @@ import random
 import pytest
 import tiny_tokenizers as tiny
 
-from minivllm.engine.prepare import children, prepare
+from minivllm.engine.prepare import children, fitted, resolve
 from minivllm.errors import BadRequest, NeverFits
 from minivllm.request import MAX_SEED, SamplingParams, sequence_ids
 
 TOKENIZER = tiny.byte_level()
 
 
-def prepared(prompt=(5, 6), max_model_len=100, rng=None, tokenizer=TOKENIZER, vocab_size=None, **params):
+def prepared(prompt=(5, 6), max_model_len=100, rng=None, tokenizer=TOKENIZER, vocab_size=None, most=20, **params):
     rng = rng or random.Random(0)
-    return prepare(SamplingParams(**params), list(prompt), tokenizer, max_model_len, rng, vocab_size)
+    vocab_size = vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    resolved = resolve(SamplingParams(**params), tokenizer, vocab_size, most)
+    return fitted(resolved, list(prompt), max_model_len, rng, vocab_size)
 
 
 def test_everything_the_core_needs_is_decided():
@@ -59,7 +61,7 @@ def test_an_empty_prompt_is_refused():
 
 
 @pytest.mark.parametrize("bad", [-1, 340, 2**40])
-@pytest.mark.parametrize("param", ["prompt", "stop_token_ids", "allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize("param", ["prompt", "stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"])
 def test_an_id_outside_of_the_vocabulary_is_refused_by_parameter(param, bad):
     value = {bad: 1.0} if param == "logit_bias" else [3, bad]
     with pytest.raises(BadRequest, match=f"{param}: {bad} is no token id") as error:
@@ -69,10 +71,18 @@ def test_an_id_outside_of_the_vocabulary_is_refused_by_parameter(param, bad):
         prepared(**{param: value}, vocab_size=341)
 
 
-def test_greedy_choices_would_all_be_equal_so_n_must_be_1():
-    with pytest.raises(BadRequest, match="n must be 1") as error:
-        prepared(n=2, temperature=0)
-    assert error.value.param == "n"
+@pytest.mark.parametrize("param", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_are_as_many_as_the_engine_admits(param):
+    assert getattr(prepared(**{param: 20}), param) == 20 and getattr(prepared(), param) is None
+    for asked in (21, -1):
+        with pytest.raises(BadRequest, match="20 at most") as error:
+            prepared(**{param: asked})
+        assert error.value.param == param
+    assert getattr(prepared(most=-1, vocab_size=345, **{param: -1}), param) == 345
+    with pytest.raises(BadRequest, match="at least -1"):
+        prepared(**{param: -2})
+    with pytest.raises(BadRequest, match="over 4,194,304"):
+        prepared(most=-1, vocab_size=2**20, prompt_logprobs=-1, prompt=[5] * 4)
 
 
 def test_children_are_single_requests_with_consecutive_seeds():

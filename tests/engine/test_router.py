@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -32,7 +32,8 @@ from minivllm.engine.routing import RoundRobin
 from minivllm.errors import AdapterError, BadRequest, ConfigError, EngineDead, ModelError, ReplicaDead
 from minivllm.lora.table import Adapter
 from minivllm.plan import Delta
-from minivllm.request import EngineRequest
+from minivllm.request import EngineRequest, Sibling
+from minivllm.runner import memory
 from minivllm.trace import read
 
 TINY = {"kv.num_blocks": 60, "kv.block_size": 8, "executor.num_threads": 1, "model.dtype": "float32"}
@@ -113,6 +114,14 @@ def test_the_sequences_of_a_prompt_stay_together(played):
     played.add("b", beam=BeamSearchParams(beam_width=3, max_tokens=4), group="b")
     assert len(played.sent(0)) == 3 and [c.request.id for c in played.sent(1)] == ["b"]
     assert list(played.router.replicas[1].live) == ["b#0", "b#1", "b#2"]
+
+
+def test_sequences_that_come_together_are_counted_and_aborted_one_by_one(played):
+    first = EngineRequest("a#0", [1, 2, 3], SamplingParams(seed=1), group="a")
+    played.router.send(Add(first, [Sibling("a#1", 2), Sibling("a#2", 3)]))
+    assert played.router.replicas[0].live == {"a#0": 3, "a#1": 3, "a#2": 3} and not played.sent(1)
+    played.router.send(Abort(["a#1"]))
+    assert played.sent(0, Abort)[0].req_ids == ["a#1"] and list(played.router.replicas[0].live) == ["a#0", "a#2"]
 
 
 def test_the_load_counts_what_other_front_ends_have_there(played):
@@ -205,10 +214,22 @@ def test_a_replica_that_is_back_catches_up_with_the_adapters_of_the_others(playe
 # ---- the machine, divided
 
 
-def test_memory_threads_and_traces_are_divided():
+def test_what_is_free_is_divided_by_those_who_share_it(monkeypatch):
+    """A fraction is of a replica's part; who has a device of its own says what is free there."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1 << 30)
+    spec, place = SimpleNamespace(bytes_per_block=1 << 20), SimpleNamespace(type="cpu")
+    sizes = {}
+    for replicas, free in ((1, None), (2, None), (2, 1 << 30)):
+        config = EngineConfig.build("v1", {**TWO, "engine.replicas": replicas, "kv.num_blocks": None})
+        sizes[replicas, free], _ = memory.size_pool(config, spec, place, 1 << 20, free=free)
+    assert sizes == {(1, None): 512, (2, None): 256, (2, 1 << 30): 512}
+    place.type = "cuda"
+    assert memory.size_pool(EngineConfig.build("v1", {}), spec, place, 1 << 20)[0] == 921, "0.9 of a GPU's"
+
+
+def test_threads_and_traces_are_divided():
     config = EngineConfig.build("v1", {**TWO, "executor.num_threads": None, "debug.trace": "out/run.jsonl"})
     parts = [share(config, i) for i in range(2)]
-    assert all(part.kv.memory_fraction == config.kv.memory_fraction / 2 for part in parts)
     assert all(part.executor.num_threads >= 1 for part in parts)
     assert [part.debug.trace for part in parts] == ["out/run.0.jsonl", "out/run.1.jsonl"]
     assert share(EngineConfig.build("v1", {**TWO, "executor.num_threads": 5}), 0).executor.num_threads == 5
@@ -315,10 +336,8 @@ def test_killing_a_replica_ends_its_streams_only_and_it_comes_back(two):
         links = [replica.link for replica in two._link.replicas]
         doomed, theirs = links[1].pid, set(two._link.replicas[1].live)
         os.kill(doomed, signal.SIGKILL)
-        begin = time.monotonic()
         dead = [task for i, task in enumerate(tasks) if f"k{i}" in theirs]
         ends = await asyncio.gather(*dead, return_exceptions=True)
-        assert time.monotonic() - begin < 2
         assert len(ends) == 2 and all(isinstance(e, ReplicaDead) and "signal 9" in str(e) for e in ends)
         assert two.is_running and two.dead_replicas == {1}
         assert two.stats.parts[1].num_running == 0
@@ -339,7 +358,6 @@ def test_killing_a_replica_ends_its_streams_only_and_it_comes_back(two):
 def test_closing_leaves_no_process_behind():
     engine = AsyncLLM("dummy:tiny", overrides=TWO)
     pids = [replica.link.pid for replica in engine._link.replicas]
-    begin = time.monotonic()
     engine.close()
-    assert time.monotonic() - begin < 10 and not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not engine.is_running

@@ -7,6 +7,7 @@ import time
 import jinja2
 import pytest
 import tiny_tokenizers as tiny
+from eventually import ATTEMPTS, once_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,10 +66,10 @@ def test_a_missing_or_broken_file_is_one_error_that_names_it(tmp_path):
         TextTokenizer.load(tmp_path)
     tiny.save(tiny.byte_level(), tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ModelError, match="tokenizer_config.json must hold a JSON object"):
+    with pytest.raises(ModelError, match="tokenizer_config.json: expected a JSON object"):
         TextTokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelError, match="tokenizer_config.json is not JSON"):
+    with pytest.raises(ModelError, match="tokenizer_config.json: not readable as JSON"):
         TextTokenizer.load(tmp_path)
 
 
@@ -179,10 +180,10 @@ def test_templates_cannot_leave_their_sandbox_nor_change_the_messages():
      "{{ lipsum(n=10 ** 6) }}"],
 )  # fmt: skip
 def test_templates_that_would_run_or_grow_without_end_are_stopped(template):
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(BadRequest, match="refuses"):
         render(template)
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 def test_what_templates_do_with_loops_and_texts_is_as_in_jinja():
@@ -284,20 +285,21 @@ def test_smollm2_chat_prompt_equals_transformers_and_has_one_bos_a_message(smoll
 
 def test_a_long_text_is_encoded_as_a_short_one_and_other_threads_run_meanwhile():
     tokenizer, text = with_template(CHATML), "hello world, " * 100_000
-    gaps, done = [], threading.Event()
+    expected = tokenizer._tokenizer.encode(text).ids
 
-    def look():
-        before = time.perf_counter()
-        while not done.wait(0.005):
-            gaps.append(time.perf_counter() - before)
-            before = time.perf_counter()
+    def others_run() -> bool:
+        looks, done = 0, threading.Event()
 
-    looker = threading.Thread(target=look)
-    looker.start()
-    begin = time.perf_counter()
-    ids = tokenizer.encode(text)
-    seconds = time.perf_counter() - begin
-    done.set()
-    looker.join()
-    assert ids == tokenizer._tokenizer.encode(text).ids
-    assert max(gaps) < seconds / 2, "the interpreter's lock was held"
+        def look():
+            nonlocal looks
+            while not done.wait(0.002):
+                looks += 1
+
+        looker = threading.Thread(target=look)
+        looker.start()
+        assert tokenizer.encode(text) == expected
+        done.set()
+        looker.join()
+        return looks > 5  # beside one at its begin and one at its end
+
+    assert once_of(ATTEMPTS, others_run), "the interpreter's lock was held"

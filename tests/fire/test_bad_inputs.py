@@ -15,12 +15,20 @@ import httpx
 import pytest
 from fire.wire import exchange, parse, read_all, request, served
 
-from minivllm.serve import messages_protocol, protocol, responses_protocol, tokenize
+from minivllm.serve import (
+    llama_cpp_protocol,
+    messages_protocol,
+    ollama_protocol,
+    protocol,
+    responses_protocol,
+    tokenize,
+)
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello"}]
 PATIENCE = 5.0  # seconds, of the server
-LONGEST_WAIT = 3.0  # seconds that nobody else may have to wait because of one of these, on a busy machine too
+LONGEST_WAIT = 3.0  # seconds that nobody else may have to wait because of one of these, while the server is at work
+MOST_WORK = 20.0  # seconds of a core
 REFUSED = set(range(400, 500))
 CLOSED = 0
 
@@ -38,9 +46,9 @@ def others_are_served_meanwhile(server):
 
     def look():
         while not done.wait(0.1):
-            begin = time.monotonic()
+            begin, worked = time.monotonic(), server.cpu_seconds()
             assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
-            waits.append(time.monotonic() - begin)
+            waits.append(min(time.monotonic() - begin, server.cpu_seconds() - worked))  # not while others had its core
 
     looker = threading.Thread(target=look)
     looker.start()
@@ -60,6 +68,8 @@ HTTP = {
     "null bytes": b"\0" * 1000,
     "a TLS hello": bytes.fromhex("16030100a5010000a10303") + b"\x07" * 200,
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/9.9": b"GET /health HTTP/9.9\r\nhost: x\r\n\r\n",
+    "HTTP/0.9": b"GET /health HTTP/0.9\r\nhost: x\r\n\r\n",
     "no target": b"GET\r\n\r\n",
     "another protocol": b"GET / FTP/1.1\r\nhost: x\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
@@ -104,10 +114,8 @@ HTTP = {
 
 @pytest.mark.parametrize("data", HTTP.values(), ids=HTTP)
 def test_bytes_that_are_no_good_request(server, data):
-    begin = time.monotonic()
-    answer = exchange(server.port, data)
-    assert answer.status in REFUSED | {CLOSED}
-    assert time.monotonic() - begin < PATIENCE + 4
+    answer = exchange(server.port, data)  # to the connection's end, which it waits for
+    assert answer.status in REFUSED | {CLOSED, 505}  # a version of HTTP that is not spoken
 
 
 @pytest.mark.parametrize("kind", ["", "application/json", "application/json; charset=utf-8", "text/plain",
@@ -156,17 +164,24 @@ BODIES = {
     "1e999": b'{"prompt": "x", "temperature": 1e999}',
     "nested lists": b'{"prompt": ' + b"[" * DEEP,
     "nested objects": b'{"prompt": "x", "guided_json": ' + nested(DEEP) + b"}",
-    "a name of a megabyte": b'{"prompt": "x", "' + b"a" * 10**6 + b'": 1}',
     "a model of a megabyte": b'{"prompt": "x", "model": "' + b"a" * 10**6 + b'"}',
 }
 
 
 @pytest.mark.parametrize("data", BODIES.values(), ids=BODIES)
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES, MESSAGES, "/tokenize", "/v1/load_lora_adapter"])
+@pytest.mark.parametrize(
+    "path", [COMPLETIONS, CHAT, RESPONSES, MESSAGES, "/tokenize", "/v1/load_lora_adapter", "/api/chat", "/completion"]
+)
 def test_a_body_that_is_no_request(server, path, data):
     answer = exchange(server.port, request(data, path))
     assert answer.status in REFUSED
     assert len(answer.body) < 10_000, "the error quotes all that was sent"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_a_field_whose_name_is_a_megabyte_is_ignored_in_few_words(server, path):
+    answer = exchange(server.port, request(b'{"prompt": "x", "' + b"a" * 10**6 + b'": 1}', path))
+    assert answer.status == 200 and len(answer.body) < 10_000
 
 
 NUMBERS = (2**63, 10**400, -1, 1e308, 5e-324)
@@ -179,6 +194,11 @@ BASES = {
     "/v1/messages/count_tokens": (messages_protocol.CountTokensRequest, {"messages": HELLO}),
     "/tokenize": (tokenize.Tokenize, {"prompt": "x"}),
     "/detokenize": (tokenize.Detokenize, {"tokens": [1]}),
+    "/api/chat": (ollama_protocol.OllamaChatRequest, {"messages": HELLO, "options": {"num_predict": 2}}),
+    "/api/generate": (ollama_protocol.OllamaGenerateRequest, {"prompt": "x", "options": {"num_predict": 2}}),
+    "/api/show": (ollama_protocol.OllamaShowRequest, {}),
+    "/completion": (llama_cpp_protocol.LlamaCompletionRequest, {"prompt": "x", "n_predict": 2}),
+    "/apply-template": (llama_cpp_protocol.TemplateRequest, {"messages": HELLO}),
     "/v1/load_lora_adapter": (protocol.LoadAdapter, {"lora_name": "a", "lora_path": "b"}),
     "/v1/unload_lora_adapter": (protocol.UnloadAdapter, {"lora_name": "a"}),
 }
@@ -280,10 +300,10 @@ MAY_BE_SERVED = {"a long regex", "a grammar without an end", "1,500 optional pro
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_a_completion_that_asks_for_too_much(server, name):
-    begin = time.monotonic()
-    answer = exchange(server.port, request({"prompt": "x", "max_tokens": 2} | TOO_MUCH[name]), 60)
+    worked = server.cpu_seconds_of_all()
+    answer = exchange(server.port, request({"prompt": "x", "max_tokens": 2} | TOO_MUCH[name]))
     assert answer.status in REFUSED or (answer.status == 200 and name in MAY_BE_SERVED), answer
-    assert time.monotonic() - begin < 20
+    assert server.cpu_seconds_of_all() - worked < MOST_WORK
 
 
 CHATS = {
@@ -304,10 +324,10 @@ CHATS = {
 
 @pytest.mark.parametrize("name", CHATS)
 def test_a_chat_that_asks_for_too_much(server, name):
-    begin = time.monotonic()
-    answer = exchange(server.port, request({"messages": HELLO, "max_tokens": 2} | CHATS[name], CHAT), 60)
+    worked = server.cpu_seconds_of_all()
+    answer = exchange(server.port, request({"messages": HELLO, "max_tokens": 2} | CHATS[name], CHAT))
     assert answer.status in REFUSED, answer
-    assert time.monotonic() - begin < 20
+    assert server.cpu_seconds_of_all() - worked < MOST_WORK
 
 
 @pytest.mark.parametrize("kwargs", [{"raise_exception": 1}, {"range": 5}, {"loop": 1}, {"strftime_now": "x"},

@@ -6,7 +6,8 @@ import asyncio
 import socket
 
 import pytest
-from fire.wire import LONG, Answer, ask, eventually, leave_rudely, request, served
+from eventually import PATIENCE, eventually
+from fire.wire import LONG, Answer, ask, leave_rudely, request, served
 
 MIB = 2**20
 PEOPLE, LEAVERS = 1000, 200
@@ -50,7 +51,7 @@ def test_a_thousand_at_once_are_all_answered_in_bounded_memory(server):
 
 def test_two_hundred_that_leave_leave_nothing(server):
     def leave_early():
-        clients = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(LEAVERS)]
+        clients = [socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) for _ in range(LEAVERS)]
         for i, client in enumerate(clients):
             client.sendall(request(LONG | {"stream": i % 4 != 0}))
         for i, client in enumerate(clients):

@@ -10,19 +10,19 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import h11
 import httpx
 import psutil
+from eventually import PATIENCE
 
 LONG = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}
 # int8, whose kernels are ours: for dense products oneDNN keeps code for each shape that it has seen, hundreds of MB
 # once batches have had every size (bench/dense_memory.py). That is no leak of ours, but it hides what would be one.
 SMALL = ["--set", "kv.num_blocks=2048", "--set", "executor.num_threads=1", "--quantization", "int8"]
-SMALL += ["--log-level", "warning"]
+SMALL += ["--log-level", "warning", "--allowed-host", "x"]
 
 
 class Served:
@@ -43,24 +43,32 @@ class Served:
         (core,) = [child for child in self.ps.children(recursive=True) if "minivllm.engine.process" in child.cmdline()]
         return core
 
+    def cpu_seconds(self) -> float:
+        """What its own process has had of the processor, in all threads: a clock that no neighbour makes go on."""
+        return sum(self.ps.cpu_times()[:2])
+
+    def cpu_seconds_of_all(self) -> float:
+        """And its children, those that have ended too."""
+        return sum(sum(process.cpu_times()[:4]) for process in (self.ps, *self.ps.children(recursive=True)))
+
     def rss(self) -> int:
         """Bytes, of all its processes."""
         return sum(process.memory_info().rss for process in (self.ps, *self.ps.children(recursive=True)))
 
     def state(self) -> dict[str, int]:
         """What it holds: see serve/debug.py, and the gauges of /metrics."""
-        state = httpx.get(f"{self.url}/debug/process", timeout=20).json()
+        state = httpx.get(f"{self.url}/debug/process", timeout=PATIENCE).json()
         del state["rss_bytes"]
         return state | {name: self.metric(name) for name in ("num_requests_running", "num_requests_waiting")} | {
             "blocks": self.metric("kv_cache_usage_perc"), "children": len(self.ps.children(recursive=True)),
         }  # fmt: skip
 
     def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=20).text
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text
         return float(re.search(rf"^minivllm:{name}{{.*}} (.*)$", text, re.M)[1])
 
     def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE)
 
     def serves(self) -> bool:
         return self.post(prompt="x", max_tokens=2).status_code == 200
@@ -68,7 +76,7 @@ class Served:
     def stop(self) -> None:
         self.process.terminate()
         try:
-            assert self.process.wait(15) == 0
+            assert self.process.wait(PATIENCE) == 0
         finally:
             self.process.kill()
             self.process.wait()
@@ -83,15 +91,8 @@ def served(*args: str):
         children = server.ps.children(recursive=True)
     finally:
         server.stop()
-    psutil.wait_procs(children, timeout=5)
+    psutil.wait_procs(children, timeout=PATIENCE)
     assert not [child for child in children if child.is_running()], "a process has outlived the server"
-
-
-def eventually(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.05)
 
 
 # ---------------------------------------------------------------------------------------- bytes
@@ -150,7 +151,7 @@ def request(body: Any, path: str = "/v1/completions", headers: str = "") -> byte
     return head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data
 
 
-def exchange(port: int, data: bytes, seconds: float = 20.0) -> Answer:
+def exchange(port: int, data: bytes, seconds: float = PATIENCE) -> Answer:
     """Send these bytes, then read until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as client:
         with suppress(BrokenPipeError, ConnectionResetError):  # it has answered, and does not want the rest

@@ -14,10 +14,11 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from((12, 16, 40)),
         kind=st.sampled_from(("unified", "phased")),
         budget=st.sampled_from((1, 4, 7, 64)),
+        windows=st.sampled_from(((None,), (None,), (None, 3), (None, 6, 6), (None, 1, 9))),
         options=st.fixed_dictionaries(
             {
                 "scheduler.max_num_seqs": st.sampled_from((1, 3, 8)),
-                "scheduler.policy": st.sampled_from(("fcfs", "priority")),
+                "scheduler.policy": st.sampled_from(("fcfs", "priority", "fair")),
                 "kv.prefix": st.sampled_from(("none", "hash", "radix")),
                 "kv.preemption": st.sampled_from(("recompute", "swap", "auto")),
                 "kv.fork": st.sampled_from(("share", "lookup")),
@@ -29,12 +30,13 @@ class EngineMachine(RuleBasedStateMachine):
             }
         ),
     )
-    def start(self, num_blocks, kind, budget, options):
+    def start(self, num_blocks, kind, budget, windows, options):
         if options["engine.overlap"] > 1:
             options |= {"kv.preemption": "recompute", "spec_decode.method": "none"}
         self.engine = FakeEngine(
             num_blocks,
             max_model_len=40,
+            windows=windows,
             **{
                 **options,
                 "scheduler.kind": kind,
@@ -58,11 +60,13 @@ class EngineMachine(RuleBasedStateMachine):
             req_id = str(self.num_added)
             self.num_added += 1
             try:
-                params = self.engine.add(req_id, prompt, priority=priority, group=group, max_tokens=max_tokens)
+                whose = {"priority": priority, "client": str(priority), "group": group}
+                params = self.engine.add(req_id, prompt, **whose, max_tokens=max_tokens)
             except NeverFits:
-                assert group  # three sequences may be too large together
+                # Three sequences may be too large together.
+                assert group or len(prompt) >= self.engine.max_model_len
             else:
-                self.wanted[req_id] = oracle(prompt, params, 40)
+                self.wanted[req_id] = oracle(prompt, params, self.engine.max_model_len)
 
     @rule(
         prompt=st.lists(st.integers(0, 3), min_size=1, max_size=9),
@@ -79,7 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
         except NeverFits:
             assert width > 1
         else:
-            self.wanted.update(zip(ids, beam_oracle(prompt, beam, 40), strict=True))
+            self.wanted.update(zip(ids, beam_oracle(prompt, beam, self.engine.max_model_len), strict=True))
             self.searches[request_id] = ids
 
     @rule(which=st.integers(0, 100))
@@ -116,3 +120,14 @@ class EngineMachine(RuleBasedStateMachine):
 
 EngineMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestEngineMachine = EngineMachine.TestCase
+
+
+def test_a_fork_that_waits_is_given_blocks_beside_a_run_of_others():
+    """What the machine found: with a budget of one token, forks take turns, and one gets blocks in a step that the
+    other has to itself."""
+    options = {"scheduler.max_num_seqs": 3, "scheduler.max_num_batched_tokens": 1, "kv.prefix": "none"}
+    engine = FakeEngine(12, 40, **options, **{"kv.fork": "share", "engine.overlap": 2})
+    beam = BeamSearchParams(beam_width=2, max_tokens=4)
+    ids = engine.add_beams("0", [0, 0, 0, 0], beam)
+    engine.run()
+    assert [engine.tokens[req_id] for req_id in ids] == list(beam_oracle([0, 0, 0, 0], beam, 40))

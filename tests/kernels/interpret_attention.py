@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from attention.batches import CPU, Case, spec
-from attention.test_backends import MIXED
+from attention.test_backends import MIXED, SLOPES
 from tolerances import ATTENTION
 
 from minivllm.attention.triton import TritonAttention
@@ -91,6 +91,11 @@ def test_a_window_wider_than_a_tile_has_keys_that_all_queries_see():
 def test_soft_caps_and_scores_that_overflow():
     right(spec(soft_cap=0.5), SEVERAL)
     right(replace(spec(soft_cap=2.0), scale=1e4), SEVERAL)
+
+
+def test_slopes():
+    right(spec(slopes=SLOPES), SEVERAL, padding=3)
+    right(spec(window=20, soft_cap=2.0, slopes=SLOPES), SEVERAL)
 
 
 def test_the_shipped_tiles():

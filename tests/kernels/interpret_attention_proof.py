@@ -15,11 +15,12 @@ from minivllm.attention import select
 from minivllm.attention import triton as backend
 from minivllm.attention.base import KVSpec
 from minivllm.attention.triton import TritonAttention
+from minivllm.engine.build import worker
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.kernels.triton import elementwise, paged
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.loading.dummy import SHAPES
-from minivllm.runner import attention_proof, worker
+from minivllm.runner import attention_proof
 from minivllm.runner.attention_proof import gives_the_references_answer
 
 assert INTERPRETED

@@ -1,4 +1,4 @@
-"""Cache writes, block copies and norms in the interpreter against their twins. Run by test_interpreter.py."""
+"""Cache writes, block copies and norms in the interpreter against their references. Run by test_interpreter.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from tolerances import ROUNDED
 
-from minivllm.kernels import twins
+from minivllm.kernels import reference
 from minivllm.kernels.triton import elementwise
 from minivllm.kernels.triton.interpreted import INTERPRETED
 
@@ -32,7 +32,7 @@ def test_write(dtype, kv_heads, head_size):
     k, v = qkv[:, 2 : 2 + kv_heads], qkv[:, 2 + kv_heads :]
     got, wanted = caches(kv_heads, head_size, dtype), caches(kv_heads, head_size, dtype)
     elementwise.write(k, v, *got, SLOTS)
-    twins.write(k, v, *wanted, SLOTS)
+    reference.write(k, v, *wanted, SLOTS)
     for a, b in zip(got, wanted, strict=True):
         equal(a, b)
 
@@ -47,7 +47,7 @@ def test_rope_norm_and_write(dtype, norm, head_size):
     weight = torch.randn(2, head_size).to(dtype) if norm else None
     positions = torch.tensor([0, 49, 3, 17, 1])
     results = []
-    for function, out in ((elementwise.rope_write, RESULT.get(dtype, dtype)), (twins.rope_write, torch.float64)):
+    for function, out in ((elementwise.rope_write, RESULT.get(dtype, dtype)), (reference.rope_write, torch.float64)):
         kv = caches(kv_heads, head_size, out)
         q = torch.full((5, heads, head_size), torch.nan, dtype=out)
         function(qkv, q, *kv, SLOTS, positions, angles.cos().to(dtype), angles.sin().to(dtype), weight, 1e-5)
@@ -64,12 +64,12 @@ def test_blocks_are_copied_in_all_layers(inner, dtype, layers):
     pairs = torch.tensor([[8, 0], [0, 4], [3, 2]])
     for there in (targets, sources):  # to another pool; within one
         wanted = [x.clone() for x in there]
-        twins.copy_blocks([x.clone() for x in sources], wanted, pairs[:1])
+        reference.copy_blocks([x.clone() for x in sources], wanted, pairs[:1])
         elementwise.BlockCopier(sources, there)(pairs[:1])
         for got, want in zip(there, wanted, strict=True):
             equal(got, want)
     wanted = [x.clone() for x in targets]
-    twins.copy_blocks(sources, wanted, pairs)
+    reference.copy_blocks(sources, wanted, pairs)
     elementwise.BlockCopier(sources, targets)(pairs)
     for got, want in zip(targets, wanted, strict=True):
         equal(got, want)
@@ -82,6 +82,6 @@ def test_norm_and_activation(dtype, size):
     rows = x[:, :size]  # apart in memory
     out = torch.empty(4, size, dtype=RESULT.get(dtype, dtype))
     got = elementwise.rms_norm(rows, weight, 1e-5, out).double()
-    torch.testing.assert_close(got, twins.rms_norm(rows, weight, 1e-5), **ROUNDED[dtype])
+    torch.testing.assert_close(got, reference.rms_norm(rows, weight, 1e-5), **ROUNDED[dtype])
     got = elementwise.silu_mul(x[:, : 2 * size], out).double()
-    torch.testing.assert_close(got, twins.silu_mul(x[:, : 2 * size]), **ROUNDED[dtype])
+    torch.testing.assert_close(got, reference.silu_mul(x[:, : 2 * size]), **ROUNDED[dtype])

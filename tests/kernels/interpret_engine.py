@@ -17,9 +17,9 @@ from minivllm.runner import inputs_place
 from minivllm.runner.forward_graphs import FullForward
 
 assert INTERPRETED
-CODES = ["int8", "float8_e4m3fn"]
+QUANTISED = ["int8", "float8_e4m3fn"]
 GATHERING = "staged writes", "gather inputs", "gather rows"
-SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
+SMALL = {"model.path": "dummy:tiny-short", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
 SMALL |= {"executor.num_threads": 1, "scheduler.max_num_batched_tokens": 24, "scheduler.max_num_seqs": 2}
 
 
@@ -67,29 +67,29 @@ def test_whole_steps_of_drafts_are_recorded(monkeypatch):
     expected = wanted("auto", max_tokens=10)
     monkeypatch.setattr(FullForward, "__call__", watched)
     monkeypatch.setattr(FullForward, "warmup", warmed_up)
-    own = {"spec_decode.method": "draft", "spec_decode.model": "dummy:tiny", "spec_decode.k": 2}
+    own = {"spec_decode.method": "draft", "spec_decode.model": "dummy:tiny-short", "spec_decode.k": 2}
     own |= {"spec_decode.adaptive": False}
     assert generate("triton", graphs="full", max_tokens=10, **own) == expected
     assert queries >= {0, 3}  # the prompts, which are called, and steps of drafts
 
 
-@pytest.mark.parametrize("kv", CODES)
+@pytest.mark.parametrize("kv", QUANTISED)
 def test_tokens_over_codes_equal_the_references(kv):
     """With chunks, a shared prefix, and requests that leave for the host and come back."""
     swaps = {"kv.preemption": "swap", "debug.preempt_every": 3}
     assert generate("triton", kv, **swaps) == wanted(kv) == wanted(kv, **{"kv.prefix": "none"})
 
 
-@pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
-@pytest.mark.parametrize("kv", CODES)
+@pytest.mark.skipif(build.unsupported_reason() is not None, reason=str(build.unsupported_reason()))
+@pytest.mark.parametrize("kv", QUANTISED)
 def test_tokens_over_codes_equal_those_of_the_cpus_kernels(kv):
     assert generate("triton", kv) == generate("cpu", kv)
 
 
-@pytest.mark.parametrize("kv", ["auto", *CODES])
+@pytest.mark.parametrize("kv", ["auto", *QUANTISED])
 def test_norm_rotation_and_cache_write_in_one_launch(kv, monkeypatch):
     """Every layer's, and the cache is written by nothing else. In captures and in traces:
-    tests/compile/test_turned.py."""
+    tests/compile/test_rope_in_attention.py."""
     num_launches, inner = 0, elementwise.rope_write
 
     def counted(*args):
@@ -103,7 +103,7 @@ def test_norm_rotation_and_cache_write_in_one_launch(kv, monkeypatch):
     expected = wanted(kv, num_shared=5)
     monkeypatch.setattr(Dispatch, "uses", lambda self, name, proof: name.startswith("rope"))
     monkeypatch.setattr(elementwise, "rope_write", counted)
-    for name in ("write", "write_codes"):
+    for name in ("write", "write_quantised"):
         monkeypatch.setattr(elementwise, name, refuse)
     assert generate("triton", kv, num_shared=5, **{"runner.forward": "eager"}) == expected
     assert num_launches >= 2 * 4

@@ -12,14 +12,14 @@ from fakes import FakeEngine
 from runner.test_inputs import Both
 from torch import Tensor
 
-from minivllm.kernels import twins
+from minivllm.batch import BatchKey, InputSizes
+from minivllm.kernels import reference
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.kernels.triton import gather
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.plan import Join, StepPlan
 from minivllm.request import SamplingParams
 from minivllm.runner import tables_device
-from minivllm.runner.inputs import BatchKey, InputSizes
 from minivllm.runner.inputs_gather import GatherInputs
 from minivllm.runner.inputs_persistent import PersistentInputs
 
@@ -37,42 +37,42 @@ def poisoned(count: int) -> gather.Inputs:
 
 @pytest.mark.parametrize("num_new", [[1], [5], [1] * 7, [3, 1, 40, 1, 2], [600, 1, 500, 3], [1] * 700])
 @pytest.mark.parametrize("padding", [0, 1, 30])
-def test_tokens_positions_and_slots_equal_the_twins(num_new, padding):
+def test_tokens_positions_and_slots_equal_the_references(num_new, padding):
     count, total = len(num_new), sum(num_new)
     tokens, tables = int32(count + 3, 700), int32(count + 3, 51)
     rows = torch.randperm(count + 3)[:count]
     firsts = torch.tensor([int(torch.randint(0, 700 - n + 1, ())) for n in num_new])
     query_start = torch.tensor([0, *np.cumsum(num_new)], dtype=torch.int32)
     got = gather.gather_tokens(tokens, tables, rows, firsts, query_start, poisoned(total + padding), 14, 99)
-    wanted = twins.gather_tokens(tokens, tables, rows, firsts, query_start, total + padding, 14, 99)
+    wanted = reference.gather_tokens(tokens, tables, rows, firsts, query_start, total + padding, 14, 99)
     for a, b in zip(got, wanted, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("columns, width", [(40, 40), (40, 3), (1100, 700)])
-def test_rows_equal_the_twins(columns, width):
+def test_rows_equal_the_references(columns, width):
     table, rows = int32(9, columns), torch.tensor([8, 0, 3])
     wide = torch.full((3, width + 5), -1, dtype=torch.int32)
     got = gather.gather_rows(table, rows, wide[:, :width])
-    assert torch.equal(got, twins.gather_rows(table, rows, width)) and (wide[:, width:] == -1).all()
+    assert torch.equal(got, reference.gather_rows(table, rows, width)) and (wide[:, width:] == -1).all()
 
 
-def test_staged_writes_equal_the_twins():
+def test_staged_writes_equal_the_references():
     """New rows over longer old ones, rows that grow, a write of nothing, one of more than a program's piece."""
     table = int32(6, 300)
     wanted = table.clone()
     writes = [(4, 0, [7, 8, 9], 40), (1, 20, [5], 0), (5, 0, list(range(200)), 290), (0, 300, [], 0), (2, 0, [], 3)]
     gather.write_rows(table, writes)
-    twins.write_rows(wanted, writes)
+    reference.write_rows(wanted, writes)
     assert torch.equal(table, wanted)
 
 
-@pytest.mark.parametrize("budget, preempt_every", [(512, 0), (9, 3)])
-def test_batches_equal_those_of_a_fresh_rebuild(budget, preempt_every):
+@pytest.mark.parametrize("budget, preempt_every, windows", [(512, 0, (None,)), (9, 3, (None,)), (9, 3, (None, 6))])
+def test_batches_equal_those_of_a_fresh_rebuild(budget, preempt_every, windows):
     """Over the tables of runner.inputs=gather, after any sequence of joins and leaves."""
     overrides = {"scheduler.max_num_batched_tokens": budget, "debug.preempt_every": preempt_every}
     overrides |= {"spec_decode.method": "suffix", "scheduler.max_num_seqs": 5}
-    engine = FakeEngine(24, max_model_len=40, **overrides)
+    engine = FakeEngine(24 * len(windows), max_model_len=40, windows=windows, **overrides)
     sizes, kernels = engine.worker.sizes, Dispatch("triton", CPU)
     launches = tables_device.choose_launches(kernels, sizes.block_size)
     assert not set(launches) & set(tables_device.TORCH)

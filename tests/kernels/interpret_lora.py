@@ -1,4 +1,4 @@
-"""LoRA's products in the interpreter against their twin, token by token. Run by test_interpreter.py."""
+"""LoRA's products in the interpreter against their reference, token by token. Run by test_interpreter.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer of experts in the interpreter against its twin, token by token. Run by test_interpreter.py."""
+"""A layer of experts in the interpreter against its reference, token by token. Run by test_interpreter.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from tolerances import PRODUCT
 
-from minivllm.kernels import twins
+from minivllm.kernels import reference
 from minivllm.kernels.triton.interpreted import INTERPRETED
 from minivllm.kernels.triton.moe import moe, sort_pairs
 
@@ -33,7 +33,7 @@ def test_every_pair_has_one_place_in_a_tile_of_its_expert(num_tokens, num_expert
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tokens, hidden, size, num_experts, top_k", [(1, 20, 16, 4, 1), (9, 100, 70, 6, 3)])
-def test_the_layer_equals_its_twin(dtype, num_tokens, hidden, size, num_experts, top_k):
+def test_the_layer_equals_its_reference(dtype, num_tokens, hidden, size, num_experts, top_k):
     right(dtype, num_tokens, hidden, size, num_experts, top_k)
 
 
@@ -51,4 +51,4 @@ def right(dtype, num_tokens: int, hidden: int, size: int, num_experts: int, top_
     out = torch.full((num_tokens, hidden), torch.nan, dtype=RESULT.get(dtype, dtype))
     got = moe(x, ids, weights, gate_up, down, out)
     assert got is out
-    torch.testing.assert_close(got.double(), twins.experts(x, ids, weights, gate_up, down), **PRODUCT[dtype])
+    torch.testing.assert_close(got.double(), reference.experts(x, ids, weights, gate_up, down), **PRODUCT[dtype])

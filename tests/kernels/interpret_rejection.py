@@ -36,7 +36,7 @@ def compare(probs: Tensor, drafts: np.ndarray, q: Tensor | None, q_rows: np.ndar
 
 
 @pytest.mark.parametrize("size, q_size", [(64, 64), (200, 100), (4300, 4300)])
-def test_tokens_equal_the_twins(size, q_size):
+def test_tokens_equal_the_references(size, q_size):
     """Rows with a draft that was drawn, with one that is sure, and with none; p and q do not sum to 1."""
     generator = torch.Generator().manual_seed(size)
     logits = torch.randn(COUNT, size, generator=generator) * 2

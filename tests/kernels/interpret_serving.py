@@ -24,7 +24,7 @@ from minivllm.runner import block_copy
 from minivllm.sampling import draws
 
 assert INTERPRETED
-SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
+SMALL = {"model.path": "dummy:tiny-short", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
 SMALL |= {"executor.num_threads": 1, "scheduler.max_num_batched_tokens": 24, "scheduler.max_num_seqs": 4}
 SMALL |= {"runner.attention": "reference", "runner.forward": "eager", "debug.check": True}
 FILTERS = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1, "top_k": 40, "top_p": 0.9}]
@@ -75,6 +75,7 @@ def test_rejection_of_drafts(calls):
     calls.watch(draw, "reject")
     calls.watch(draw, "draw")
     options = {"spec_decode.method": "self_draft", "spec_decode.acceptance": "rejection", "spec_decode.k": 2}
+    options["spec_decode.layers"] = 1
     options |= {"spec_decode.layers": 1, "spec_decode.adaptive": False}
     wanted = generate("torch", **options)
     assert not calls
@@ -89,7 +90,7 @@ def test_adapters(calls, tmp_path):
     folders = {
         name: str(write_adapter(tmp_path / name, i, rank)) for i, (name, rank) in enumerate([("a", 8), ("b", 20)])
     }
-    options = {"lora.enabled": True, "lora.max_loras": 2, "lora.adapters": folders}
+    options = {"model.path": "dummy:tiny", "lora.enabled": True, "lora.max_loras": 2, "lora.adapters": folders}
 
     def with_adapters(kernels: str) -> list[list[int]]:
         return generate(kernels, lora_request=["a", "b", None, "a"], **options)
@@ -103,7 +104,7 @@ def test_adapters(calls, tmp_path):
 def test_weights_in_4_bits(calls, monkeypatch):
     """Against the product with what the codes mean; the LM head stays dense."""
 
-    class Twin:
+    class Reference:
         def __init__(self, packed, bias):
             self.weight, self.bias = dequantise(packed), bias
 
@@ -115,7 +116,7 @@ def test_weights_in_4_bits(calls, monkeypatch):
     options = {"model.quantization": "int4"}
     got = generate("triton", **options)
     assert calls["multiply"] > 10
-    monkeypatch.setattr(w4a16, "Matrix", Twin)
+    monkeypatch.setattr(w4a16, "Matrix", Reference)
     assert got == generate("triton", **options) != generate("torch")
     with pytest.raises(ConfigError, match="int4 or none"):
         generate("triton", **{"model.quantization": "int8"})
@@ -157,7 +158,7 @@ def test_every_proof_holds_and_each_sees_a_kernel_that_is_wrong(monkeypatch):
         return [dispatch.uses(*proof) for proof in proofs.items()], dispatch
 
     used, dispatch = outcomes()
-    assert all(used) and dispatch.decision[0] == "triton" and "each gave its twin's answer" in dispatch.decision[1]
+    assert all(used) and dispatch.decision[0] == "triton" and "each gave its reference's answer" in dispatch.decision[1]
 
     def first_token(probs, *args):
         return torch.zeros(len(probs), dtype=torch.int64), torch.ones(len(probs), dtype=torch.bool)
@@ -175,5 +176,5 @@ def test_every_proof_holds_and_each_sees_a_kernel_that_is_wrong(monkeypatch):
     monkeypatch.setattr(moe, "moe", lambda x, *args: x.clone())
     used, dispatch = outcomes()
     value, reason = dispatch.decision
-    assert not any(used) and value == "torch" and reason.count("differs from its twin") == 9
+    assert not any(used) and value == "torch" and reason.count("differs from its reference") == 9
     assert "w4a16 linear in torch (ZeroDivisionError" in reason

@@ -1,17 +1,14 @@
 """Every shipped kernel compiles for every generation of GPUs, and into what it was written for.
 
 No GPU is needed: the wheel of triton carries the assembler. Looked at are the resources of the binary and the
-instructions in it. A process on each core compiles, one kernel after the other, for the tests that were asked for.
+instructions in it.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-from concurrent.futures import Future, ProcessPoolExecutor
 from importlib import import_module
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,20 +48,6 @@ def compiled(s: Shipped, arch: int) -> Binary:
     return Binary(kernel.asm["cubin"], kernel.asm["ptx"], kernel.metadata.shared)
 
 
-def compiled_by_name(name: str, arch: int) -> Binary:
-    return compiled(ALL[name], arch)
-
-
-@pytest.fixture(scope="module")
-def binaries(request):
-    """(name, arch) -> Future of a Binary, for each test of this run."""
-    items = [item for item in request.session.items if "binaries" in getattr(item, "fixturenames", ())]
-    wanted = [(item.callspec.params["name"], item.callspec.params["arch"]) for item in items]
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
-        yield {case: pool.submit(compiled_by_name, *case) for case in wanted}
-        pool.shutdown(cancel_futures=True)
-
-
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
@@ -86,8 +69,8 @@ def faults(s: Shipped, arch: int, binary: Binary, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name, arch", [(name, arch) for name, s in ALL.items() for arch in s.archs])
-def test_a_shipped_kernel_fits_and_uses_the_machine(name, arch, binaries: dict[tuple[str, int], Future], tmp_path):
-    assert faults(ALL[name], arch, binaries[name, arch].result(), tmp_path) == []
+def test_a_shipped_kernel_fits_and_uses_the_machine(name, arch, tmp_path):
+    assert faults(ALL[name], arch, compiled(ALL[name], arch), tmp_path) == []
 
 
 def test_every_kernel_is_shipped():

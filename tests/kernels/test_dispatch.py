@@ -74,7 +74,7 @@ def test_one_proof_may_be_of_several_kernels_and_its_outcome_has_a_reason():
     assert kernels.verdict(names, lambda device: True)[0] and kernels.uses("prefill attention", never)
     assert kernels.decision == (
         "triton",
-        "decode attention, prefill attention: each gave its twin's answer on this device",
+        "decode attention, prefill attention: each gave its reference's answer on this device",
     )
 
 

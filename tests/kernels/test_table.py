@@ -1,4 +1,4 @@
-"""The dispatch table names kernels and twins that exist, and the report has a row for each."""
+"""The dispatch table names kernels and references that exist, and the report has a row for each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from minivllm.kernels.table import KERNELS
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.family} {k.name}")
-def test_a_kernel_and_its_twin_exist(kernel):
-    for name in (kernel.source, kernel.twin):
+def test_a_kernel_and_its_reference_exist(kernel):
+    for name in (kernel.source, kernel.reference):
         module, _, attribute = name.partition(":")
         if kernel.family == "triton" and name == kernel.source and find_spec("triton") is None:
             pytest.skip("triton is not installed: minivllm[gpu]")

@@ -1,4 +1,7 @@
 import sys
+from itertools import takewhile
+from operator import eq
+from random import Random
 
 import pytest
 
@@ -8,7 +11,7 @@ from minivllm.kv.prefix_hash import HashPrefix, sha256_cbor, xxhash_cbor
 from minivllm.kv.prefix_radix import RadixPrefix
 from minivllm.kv.swap import Auto, Swap
 from minivllm.plan import StepPlan
-from minivllm.request import Request, SamplingParams
+from minivllm.request import Item, Request, SamplingParams
 
 
 @pytest.fixture(params=["hash", "radix"], autouse=True)
@@ -139,6 +142,54 @@ def test_adapter_and_salt_divide_the_cache(other):
     assert kv.lookup(request("b", 9, **other)) == 0
     compute(kv, request("c", 8, **other))
     assert kv.lookup(request("d", 9, **other)) == 8
+
+
+def items_of(draw, num_tokens: int) -> tuple[Item, ...]:
+    """Here and there in a prompt, of three kinds that look alike: "ab" and "a" begin equal, but are two digests."""
+    items, at = [], 0
+    while (at := at + draw.randint(0, 6)) < num_tokens:
+        length = draw.randint(1, 6)
+        if at + length > num_tokens:
+            break
+        items.append(Item(at, length, draw.choice(["a", "b", "ab"])))
+        at += length
+    return tuple(items)
+
+
+def inputs_of(req) -> list:
+    """What a model is given at each position."""
+    inputs = list(req.token_ids)
+    for item in req.items:
+        inputs[item.offset : item.end] = [(item.digest, i) for i in range(item.length)]
+    return [(req.adapter, req.cache_salt, value) for value in inputs]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_blocks_are_shared_as_far_as_all_inputs_are_equal(seed):
+    """Never a wrong item's, wherever it lies; and the same item in the same place is found. Placeholders are equal."""
+    draw, kv = Random(seed), manager(num_blocks=400)
+    seen: list = []
+    for i in range(40):
+        options = {"adapter": draw.choice(["", "x"]), "cache_salt": draw.choice(["", "x"])} if seed % 3 == 0 else {}
+        req = request(str(i), [0] * 17, items=items_of(draw, 17), **options)
+        if seen and draw.random() < 0.5:
+            req.items = draw.choice(seen)[1]
+        inputs = inputs_of(req)
+        num_equal = [sum(1 for _ in takewhile(bool, map(eq, inputs, old))) for old, _ in seen]
+        expected = min(max(num_equal, default=0), 16) // 4 * 4
+        assert kv.lookup(req) == expected
+        compute(kv, req)
+        seen.append((inputs, req.items))
+
+
+def test_an_item_elsewhere_is_another_and_so_is_its_beginning():
+    kv = manager(num_blocks=60)
+    places = [(0, 8), (1, 8), (4, 8), (0, 4), (0, 6), (5, 2)]
+    for i, (offset, length) in enumerate(places):
+        assert not i or kv.lookup(request("x", [0] * 9, items=(Item(offset, length, "b"),))) < 8
+        compute(kv, request(str(i), [0] * 9, items=(Item(offset, length, "a"),)))
+    for offset, length in places:
+        assert kv.lookup(request("y", [0] * 9, items=(Item(offset, length, "a"),))) == 8
 
 
 def test_two_salts_never_share_a_block_and_equal_salts_do():

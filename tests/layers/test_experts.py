@@ -1,5 +1,5 @@
-"""Rules: the layer computes what its twin does, whatever share of the experts has tokens; a router chooses as its model
-was made to; a token's result does not depend on who is beside it."""
+"""Rules: the layer computes what its reference does, whatever share of the experts has tokens; a router chooses as its
+model was made to; a token's result does not depend on who is beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tolerances import PRODUCT
 
 from minivllm.compile.breaks import Break, broken_off
 from minivllm.compile.context import ForwardContext, forward_context
-from minivllm.kernels import twins
+from minivllm.kernels import reference
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.layers.experts import Experts, Router, SparseMLP, TorchExperts, choose_experts
 
@@ -32,10 +32,10 @@ def tokens(num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens, top_k", [(0, 2), (1, 1), (1, 2), (3, 2), (50, 1), (50, 3), (20, NUM_EXPERTS)])
-def test_the_layer_equals_its_twin(dtype, num_tokens, top_k):
+def test_the_layer_equals_its_reference(dtype, num_tokens, top_k):
     layer, x = make(dtype, top_k), tokens(num_tokens, dtype)
     routes = layer.router(x)
-    wanted = twins.experts(x, *routes, layer.experts.gate_up.weight, layer.experts.down.weight)
+    wanted = reference.experts(x, *routes, layer.experts.gate_up.weight, layer.experts.down.weight)
     got = layer(x)
     assert got.dtype == dtype and got.shape == x.shape
     torch.testing.assert_close(got.double(), wanted, **PRODUCT[dtype])
@@ -96,4 +96,4 @@ def test_torchs_experts_are_left_to_whoever_captures():
     (broken,) = breaks
     out.fill_(torch.nan)
     broken.do()
-    assert torch.equal(out, layer(x)) and layer.experts.products.capture_obstacle
+    assert torch.equal(out, layer(x)) and layer.experts.products.capture_unsupported_reason

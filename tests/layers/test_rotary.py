@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from minivllm.layers.rotary import FREQUENCIES, RotaryEmbedding
-from minivllm.models.spec import ModelSpec, RopeSpec
+from minivllm.layers.rotary import FREQUENCIES, MRotaryEmbedding, RotaryEmbedding
+from minivllm.models import read_spec
+from minivllm.models.spec import RopeSpec
 
 ROPES = {
     "default": {},
@@ -43,7 +46,7 @@ def test_cos_and_sin_equal_those_of_transformers(name):
         rope_parameters=parameters,
         architectures=["LlamaForCausalLM"],
     )
-    spec = ModelSpec.from_hf(config.to_dict())
+    spec = read_spec(config.to_dict())
     positions = torch.arange(2048)
     q, k = torch.randn(2048, 2, 64), torch.randn(2048, 1, 64)
     cos, sin = LlamaRotaryEmbedding(config)(q, positions[None])
@@ -52,6 +55,35 @@ def test_cos_and_sin_equal_those_of_transformers(name):
     # Frequencies may differ by one fp32 step, 2^-24, which a position of 2047 multiplies: 1.2e-4 radians.
     torch.testing.assert_close(rotate(q), expected[0][0], rtol=0, atol=1e-3)
     torch.testing.assert_close(rotate(k), expected[1][0], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("sections", [(8, 12, 12), (16, 8, 8), (4, 4, 4, 6, 7, 7)])
+def test_three_positions_a_token_turn_as_in_transformers(family, sections):
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}[family]
+    config_module = import_module(f"transformers.models.{family}.configuration_{family}")
+    config = getattr(config_module, f"{name}TextConfig")(
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 50_000.0, "mrope_section": list(sections)},
+    )
+    positions = torch.randint(512, (3, 40))
+    q, k = torch.randn(40, 2, 64), torch.randn(40, 1, 64)
+    cos, sin = getattr(module, f"{name}RotaryEmbedding")(config)(q, positions[:, None])
+    expected = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    rotate = MRotaryEmbedding(RopeSpec(theta=50_000.0), 64, 512, torch.float32, sections)(positions)
+    torch.testing.assert_close(rotate(q), expected[0][0], rtol=0, atol=1e-3)  # as above
+    torch.testing.assert_close(rotate(k), expected[1][0], rtol=0, atol=1e-3)
+
+
+def test_three_equal_positions_are_one():
+    of_one = RotaryEmbedding(RopeSpec(), 16, 64, torch.float32)
+    of_three = MRotaryEmbedding(RopeSpec(), 16, 64, torch.float32, (2, 3, 3))
+    positions = torch.randperm(64)
+    for found in (of_three(positions), of_three(positions.expand(3, -1))):
+        assert all(map(torch.equal, found, of_one(positions)))
 
 
 def test_position_zero_is_untouched_and_lengths_are_kept():

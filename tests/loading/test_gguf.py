@@ -1,4 +1,4 @@
-"""Rule: a GGUF file, converted, is the model that transformers would have been given."""
+"""Rule: a GGUF file, read as it is, is the model that transformers would have been given."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from loading.gguf_fixture import HEADS, KV_HEADS, SPECIAL, TEMPLATE, TOKENS, hf_tensors, permuted, write_gguf
 from naive_attention import logits_of
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minivllm.errors import ModelError
+from minivllm.kernels.cpu.blocks import Blocks
 from minivllm.layers.rotary import llama3, plain
-from minivllm.loading import load_model, resolve
-from minivllm.loading.gguf_convert import dequantise, hf_config, hf_name, shortest, unpermute
+from minivllm.loading import load_model, read_checkpoint, resolve
+from minivllm.loading.gguf_convert import hf_config, hf_name
 from minivllm.loading.gguf_file import GGUFFile
 from minivllm.loading.gguf_tokenizer import merges_from_scores
+from minivllm.loading.gguf_weights import dequantise, unpermute
+from minivllm.models.gguf import shortest
 from minivllm.models.spec import RopeSpec
+from minivllm.runner.naive_worker import load_transformers
 
+CPU = torch.device("cpu")
 WRITABLE = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0]
 TEXT = "hello world  123\n\n  don't héllo 日本 🤗 <|user|>hi<|end|> 12 <unused1>x"
 
@@ -29,14 +33,15 @@ TEXT = "hello world  123\n\n  don't héllo 日本 🤗 <|user|>hi<|end|> 12 <unu
 @pytest.mark.parametrize("kind", WRITABLE, ids=lambda k: k.name)
 def test_every_stored_type_converts_to_what_gguf_itself_dequantises(tmp_path, kind):
     expected = write_gguf(tmp_path / "m.gguf", kind=kind)
+    lossless = {Type.F16: torch.float16, Type.BF16: torch.bfloat16}.get(kind, torch.float32)
     files = resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
-    converted = load_file(files.weights[0])
+    found = {name: tensor for name, tensor, _ in read_checkpoint(files)}
     file = GGUFFile(tmp_path / "m.gguf")
     for name, values in expected.items():
-        stored = converted[hf_name(file, file.tensors[name])]
+        stored = found.pop(hf_name(file, file.tensors[name]))
         assert torch.equal(stored.float(), torch.from_numpy(values)), name
-    lossless = {Type.F16: torch.float16, Type.BF16: torch.bfloat16}.get(kind, torch.float32)
-    assert converted["model.embed_tokens.weight"].dtype == lossless
+        assert stored.dtype == (lossless if stored.dim() == 2 else torch.float32), name
+    assert not found
     assert files.spec.dtype == str(lossless).removeprefix("torch.")
 
 
@@ -53,10 +58,12 @@ def test_every_type_that_gguf_reads_is_read(tmp_path, kind):
     writer.write_tensors_to_file()
     writer.close()
     file = GGUFFile(tmp_path / "t.gguf")
+    info = file.tensors["x"]
     with np.errstate(all="ignore"):  # random bits make NaN and overflow
-        found, expected = dequantise(file, file.tensors["x"]), gguf.quants.dequantize(stored, kind)
-    assert found.shape == (4, 2 * block)
-    np.testing.assert_array_equal(found, expected.astype(np.float32))
+        found = dequantise(Blocks(info.type_name, file.bytes_of(info)))
+        expected = gguf.quants.dequantize(stored, kind)
+    assert found.shape == info.shape == (4, 2 * block)
+    np.testing.assert_array_equal(found.float().numpy(), expected.astype(np.float32))
 
 
 # transformers reads key_length only for some architectures: elsewhere the head size is what it takes as default.
@@ -74,10 +81,10 @@ def test_logits_equal_those_of_transformers_own_gguf_loader(tmp_path, arch, head
     assert loaded.spec.tie_embeddings == tied
 
 
-def test_transformers_loads_the_converted_folder_to_the_same_logits(tmp_path):
+def test_transformers_given_what_we_read_has_the_same_logits(tmp_path):
     write_gguf(tmp_path / "m.gguf", "qwen3")
     loaded = load_model(str(tmp_path / "m.gguf"), torch.float32, "cpu", cache_dir=tmp_path / "cache")
-    oracle = AutoModelForCausalLM.from_pretrained(loaded.tokenizer_dir, dtype=torch.float32)
+    oracle = load_transformers(resolve(str(tmp_path / "m.gguf"), tmp_path / "cache"), torch.float32, CPU, 0)
     with torch.inference_mode():
         expected = oracle(torch.tensor([[5, 6, 7, 8]])).logits[0]
     torch.testing.assert_close(logits_of(loaded.model, [5, 6, 7, 8]), expected, rtol=0, atol=2e-4)
@@ -86,9 +93,9 @@ def test_transformers_loads_the_converted_folder_to_the_same_logits(tmp_path):
 def test_unpermute_is_the_inverse_of_llama_cpps_permutation():
     q = np.arange(HEADS * 8 * 3).reshape(HEADS * 8, 3)
     assert not np.array_equal(permuted("blk.0.attn_q.weight", q), q)
-    assert np.array_equal(unpermute(permuted("blk.0.attn_q.weight", q), HEADS), q)
+    assert np.array_equal(unpermute(torch.from_numpy(permuted("blk.0.attn_q.weight", q)), HEADS).numpy(), q)
     k = np.arange(KV_HEADS * 8)  # biases are permuted too
-    assert np.array_equal(unpermute(permuted("blk.0.attn_k.bias", k), KV_HEADS), k)
+    assert np.array_equal(unpermute(torch.from_numpy(permuted("blk.0.attn_k.bias", k)), KV_HEADS).numpy(), k)
 
 
 def test_the_config_says_what_the_metadata_say(tmp_path):

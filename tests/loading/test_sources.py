@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -140,8 +142,8 @@ def test_no_weights_at_all_is_an_error(folder):
 
 
 def test_a_quantised_checkpoint_is_refused(folder):
-    edit_json(folder / "config.json", quantization_config={"quant_method": "awq"})
-    with pytest.raises(ModelError, match=r'config\.json: the checkpoint is quantised \("awq"\)'):
+    edit_json(folder / "config.json", quantization_config={"quant_method": "odd"})
+    with pytest.raises(ModelError, match=r'config\.json: the checkpoint is quantised \("odd"\)'):
         resolve(str(folder))
 
 
@@ -182,12 +184,12 @@ def test_a_slow_tokenizer_is_converted_once_into_the_cache(folder, tmp_path):
 # --- GGUF in the cache
 
 
-def test_a_gguf_is_converted_once_and_again_when_it_changes(tmp_path):
+def test_a_gguf_is_described_once_and_again_when_it_changes(tmp_path):
     write_gguf(tmp_path / "m.gguf")
     first = resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
     again = resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
     assert "convert" in first.seconds and "convert" not in again.seconds
-    assert first.weights == again.weights
+    assert first.weights == again.weights == (tmp_path / "m.gguf",) and first.folder == again.folder
     write_gguf(tmp_path / "m.gguf", tied=False)
     assert resolve(str(tmp_path / "m.gguf"), tmp_path / "cache").spec.tie_embeddings is False
 
@@ -196,7 +198,7 @@ def test_a_new_conversion_version_converts_anew(tmp_path, monkeypatch):
     write_gguf(tmp_path / "m.gguf")
     first = resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
     monkeypatch.setattr("minivllm.loading.gguf_convert.CONVERSION_VERSION", 99)
-    assert resolve(str(tmp_path / "m.gguf"), tmp_path / "cache").weights != first.weights
+    assert resolve(str(tmp_path / "m.gguf"), tmp_path / "cache").folder != first.folder
 
 
 def test_the_streaming_writer_writes_what_safetensors_reads(tmp_path):
@@ -207,10 +209,21 @@ def test_the_streaming_writer_writes_what_safetensors_reads(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+def test_the_streaming_writer_begins_nothing_that_a_disk_has_no_room_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))
+    with pytest.raises(OSError, match="12 bytes needed, 10 free"):
+        write_tensors(tmp_path / "x.safetensors", [Entry("a", (3,), torch.float32)], iter([torch.ones(3)]))
+    assert not (tmp_path / "x.safetensors").exists()
+
+
 def test_a_full_disk_is_one_error(tmp_path, monkeypatch):
     write_gguf(tmp_path / "m.gguf")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))
-    with pytest.raises(ModelError, match="cache cannot be written.*10 free"):
+
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("minivllm.loading.gguf_convert._write_json", full)
+    with pytest.raises(ModelError, match=r"cache cannot be written.*No space left on device.*config\.json"):
         resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
 
 
@@ -235,8 +248,8 @@ def test_every_dummy_shape_resolves_with_a_tokenizer_of_its_size(name, tmp_path)
 
 
 def test_known_shapes_have_their_published_sizes(tmp_path):
-    published = {"smollm2-135m": 134.5e6, "qwen3-0.6b": 596e6, "llama-3.1-8b": 8.03e9}
-    published["qwen3-30b-a3b"] = 30.53e9
+    published = {"smollm2-135m": 134.5e6, "qwen3-0.6b": 596e6, "llama-3.1-8b": 8.03e9, "gemma3-270m": 268.1e6}
+    published |= {"qwen3-30b-a3b": 30.53e9, "qwen3-4b": 4.02e9, "llama-3.2-1b": 1.236e9}
     for name, size in published.items():
         assert resolve(f"dummy:{name}", tmp_path).spec.num_parameters == pytest.approx(size, rel=2e-3)
 

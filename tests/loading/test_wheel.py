@@ -108,11 +108,12 @@ def smollm2():
 
 @pytest.mark.model
 def test_smollm2_continues_as_transformers_does(smollm2):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    folder = smollm2.tokenizer_dir
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from minivllm.runner.naive_worker import load_transformers
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.tokenizer_dir)
+    oracle = load_transformers(resolve("smollm2-135m"), torch.float32, torch.device("cpu"), 0)
     options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     for prompt in PROMPTS:
         ids = tokenizer(prompt)["input_ids"]

@@ -13,6 +13,8 @@ from lora.adapters import write_adapter
 from minivllm import LLM, SamplingParams, trace
 from minivllm.lora import layer
 
+pytestmark = pytest.mark.usefixtures("forked_cores")
+
 NAMES = (None, "a", "b", "c")
 # In int8 a rounding of 1e-6, as two kernels differ by, can put a cached value on the next of its 127 steps. Seen from
 # that: log-probabilities that differ by 5e-4. Two tokens nearer than this are a tie, and either of them is right.
@@ -100,7 +102,7 @@ def test_every_chunk_size_gives_the_same_tokens_with_adapters(budget, folders, p
 
 
 def test_both_ways_to_multiply_give_the_same_tokens(folders, plain_tokens, monkeypatch):
-    monkeypatch.setattr(layer.cpu_kernel, "obstacle", lambda: "no compiler")
+    monkeypatch.setattr(layer.cpu_kernel, "unsupported_reason", lambda: "no compiler")
     assert generate(folders, {}) == plain_tokens
 
 

@@ -47,8 +47,8 @@ def found_of(slots: list[int]) -> list[tuple[int, np.ndarray]]:
 
 @pytest.fixture(params=[TorchProducts, KernelProducts, "both"])
 def kind(request, monkeypatch):
-    if request.param is not TorchProducts and (obstacle := cpu_kernel.obstacle()):
-        pytest.skip(obstacle)
+    if request.param is not TorchProducts and (why := cpu_kernel.unsupported_reason()):
+        pytest.skip(why)
     if request.param == "both":  # the kernel takes the smaller groups, torch the others
         monkeypatch.setattr(KernelGroups, "MAX_TOKENS", 2)
         return KernelProducts
@@ -113,8 +113,8 @@ def test_the_decorated_layer_adds_only_what_the_groups_say(kind):
 @torch.inference_mode()
 def test_a_row_does_not_depend_on_its_neighbours():
     """Bit for bit: who else is in the batch, and in what order, changes nothing."""
-    if obstacle := cpu_kernel.obstacle():
-        pytest.skip(obstacle)
+    if why := cpu_kernel.unsupported_reason():
+        pytest.skip(why)
     torch.manual_seed(3)
     layer = linear(torch.bfloat16)
     products = KernelProducts(KernelGroups(torch.device("cpu")), 2, layer)
@@ -137,4 +137,4 @@ def test_the_choice_has_a_reason():
     assert choose_products(torch.device("cpu"), torch.float16).kind is TorchProducts
     for dtype in TOLERANCE:
         kind, reason = choose_products(torch.device("cpu"), dtype)
-        assert reason and (kind is KernelProducts) == (cpu_kernel.obstacle() is None)
+        assert reason and (kind is KernelProducts) == (cpu_kernel.unsupported_reason() is None)

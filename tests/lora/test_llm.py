@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
 
 import pytest
 from lora.adapters import write_adapter
@@ -113,38 +115,47 @@ def test_without_lora_an_adapter_is_refused(folders):
 
 
 def test_loading_and_unloading_under_load(folders, alone):
-    """Three clients ask without pause while another one loads and unloads what two of them use."""
+    """Four clients ask without pause while another one loads and unloads what two of them use."""
     engine = AsyncLLM(overrides={**SMALL, "lora.adapters": {"a": folders["a"]}})
-    refused = []
+    served, refused, over = Counter(), Counter(), []
 
-    async def client(name, times):
-        for i in range(times):
+    async def client(name):
+        for i in itertools.count():
+            if over:
+                return
             try:
                 outputs = [o async for o in engine.generate(PROMPT, GREEDY, f"{name}{i}", lora_request=name)]
                 assert list(outputs[-1].outputs[0].token_ids) == alone[name or ""]
+                served[name] += 1
             except UnknownAdapter:
-                refused.append(name)
+                refused[name] += 1
                 await asyncio.sleep(0.01)
 
+    async def both_are_more(counter):
+        before = counter["b"], counter["c"]
+        while not (counter["b"] > before[0] and counter["c"] > before[1]):
+            await asyncio.sleep(0.005)
+
     async def operator():
-        for _ in range(6):
+        for _ in range(4):
             for name in ("b", "c"):
                 await engine.load_lora(name, folders[name])
-            await asyncio.sleep(0.05)
+            await both_are_more(served)
             for name in ("b", "c"):
                 await engine.unload_lora(name)  # requests that live go on
-            await asyncio.sleep(0.02)
+            await both_are_more(refused)
+        over.append(True)
         with pytest.raises(UnknownAdapter):
             await engine.unload_lora("b")
 
     async def run():
-        await asyncio.gather(client("a", 12), client("b", 12), client("c", 12), client(None, 6), operator())
+        await asyncio.gather(*map(client, ("a", "b", "c", None)), operator())
         while engine._core.has_work:
             await asyncio.sleep(0.01)
 
     try:
         asyncio.run(run())
-        assert engine.is_running and 0 < len(refused) < 24
+        assert engine.is_running and set(refused) == {"b", "c"} and served["a"] and served[None]
         assert [adapter.name for adapter in engine.list_loras()] == ["a"]
         assert list(engine._core.executor.worker.runner.adapters._loaded) == ["a#1"]
         engine._core.scheduler.table.check()

@@ -7,9 +7,16 @@ import pytest
 import torch
 from lora.adapters import write_adapter
 
-from minivllm.loading.dummy import dummy_spec, fill
+from minivllm.loading.dummy import dummy_spec
+from minivllm.loading.dummy_weights import fill
 from minivllm.lora.slots import AdapterSlots, NoAdapters
 from minivllm.models import MODELS
+from minivllm.plan import Join
+from minivllm.request import SamplingParams
+
+
+def using(adapter):
+    return Join("", [1], 1, SamplingParams(), adapter)
 
 
 @pytest.fixture
@@ -24,8 +31,8 @@ def slots(tmp_path):
         assert slots.load(name, str(write_adapter(tmp_path / name, i, rank=4 * (i + 1), targets=targets))) == 4 * (
             i + 1
         )
-        slots.join(i, name)
-    slots.join(3, "")
+        slots.join(i, using(name))
+    slots.join(3, using(""))
     slots.model = model
     return slots
 
@@ -51,7 +58,7 @@ def test_tokens_are_grouped_by_adapter_whatever_their_number(slots):
     slot_of = {name: slots._slot_of[slots._loaded[name].number] for name in "ab"}
     assert groups == {slot_of["b"]: [0, 1, 6, 7], slot_of["a"]: [5]}
     assert prepare(slots, [3, 3], [4, 1]) == {}, "and nobody's groups of the step before"
-    slots.join(1, "")
+    slots.join(1, using(""))
     assert list(prepare(slots, [1, 0], [2, 2]).values()) == [[2, 3]]
 
 
@@ -72,6 +79,6 @@ def test_an_engine_without_lora_has_no_part_of_it():
     spec = dummy_spec("tiny")
     model = MODELS.get(spec.architecture)(spec, torch.float32, torch.device("cpu"))
     assert not any("lora" in type(getattr(m, "method", None)).__module__ for m in model.modules())
-    NoAdapters().join(0, "")
+    NoAdapters().join(0, using(""))
     with pytest.raises(Exception, match="LoRA is off"):
-        NoAdapters().join(0, "a#1")
+        NoAdapters().join(0, using("a#1"))

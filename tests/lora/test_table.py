@@ -61,25 +61,61 @@ def test_an_adapter_in_use_outlives_its_name(table, worker):
     table.check()
 
 
-def test_a_full_table_refuses_or_forgets_what_came_with_a_request(table, worker):
+def test_a_full_table_forgets_what_came_with_a_request_and_is_not_in_use(table, worker):
     asked = [LoRARequest(f"r{i}", i, f"p{i}") for i in range(1, 6)]
-    table.load("pinned", "p")
-    table.ensure(asked[0])
-    table.ensure(asked[1])
+    for request in asked[:3]:
+        table.ensure(request)
     busy = table.acquire("r1")
-    table.release(table.acquire("r2"))
+    table.acquire("r2")
     with pytest.raises(AdapterError, match="bad file"):
         table.load("x", "bad")
-    assert set(table.loaded) == {"pinned", "r1", "r2"}, "a failed load costs nobody a place"
-    table.ensure(asked[2])
-    assert set(table.loaded) == {"pinned", "r1", "r3"}, "r2 was used last, but r1 is in use"
-    table.acquire("r3")
-    with pytest.raises(AdapterError, match="max_cpu_loras admits no more"):
-        table.ensure(asked[3])
-    table.release(busy)
+    assert set(table.loaded) == {"r1", "r2", "r3"}, "a failed load costs nobody a place"
     table.ensure(asked[3])
-    assert set(table.loaded) == {"pinned", "r3", "r4"}
+    assert set(table.loaded) == {"r1", "r2", "r4"}, "r3 was used last, but the others are in use"
+    table.acquire("r4")
+    with pytest.raises(AdapterError, match="max_cpu_loras admits no more"):
+        table.ensure(asked[4])
+    table.release(busy)
+    table.ensure(asked[4])
+    assert set(table.loaded) == {"r2", "r4", "r5"}
     table.check()
+
+
+def test_what_was_loaded_by_name_gives_its_place_away_and_comes_back_with_its_next_request(table, worker):
+    first = {name: table.load(name, f"p {name}").key for name in ("a", "b", "c")}
+    table.release(table.acquire("a"))
+    table.load("d", "p d")
+    assert list(table.loaded) == ["a", "b", "c", "d"], "the names stay"
+    assert first["b"] not in worker.held and len(worker.held) == 3, "b was used least recently"
+    again = table.acquire("b")
+    assert again != first["b"], "its old KV is not found"
+    assert again in worker.held and first["c"] not in worker.held
+    table.check()
+    table.unload("c")  # not in memory
+    table.unload("b")  # in use
+    table.release(again)
+    assert sorted(table.loaded) == ["a", "d"] and len(worker.held) == 2
+    table.check()
+
+
+def test_an_adapter_that_cannot_come_back_costs_nobody_a_place(table, worker):
+    for name in ("a", "b", "c", "d"):
+        table.load(name, "p")
+    table.loaded["a"].path = "bad"
+    held = list(worker.held)
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="bad file"):
+            table.acquire("a")
+    assert worker.held == held and not table.loaded["a"].num_users
+    table.check()
+
+
+def test_the_number_of_names_is_bounded(table, monkeypatch):
+    monkeypatch.setattr("minivllm.lora.table.MAX_NAMES", 5)
+    for i in range(5):
+        table.load(f"a{i}", "p")
+    with pytest.raises(AdapterError, match="which is the most"):
+        table.load("one more", "p")
 
 
 def test_the_least_recently_used_goes_first(table):

@@ -39,7 +39,7 @@ def save_oracle(config: Any, folder: Path, **how: Any) -> Any:
     oracle = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.5)

@@ -12,7 +12,7 @@ from minivllm.attention.packed import PackedAttention
 from minivllm.compile.context import ForwardContext, forward_context
 from minivllm.errors import ModelError
 from minivllm.loading import load, load_model, resolve
-from minivllm.models import EncoderSpec
+from minivllm.models import read_spec
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 2, 9, 30, 31, 64]
@@ -22,10 +22,11 @@ def our_hidden(model, token_ids: list[list[int]], types: list[int] | None = None
     attention, layers = PackedAttention(model.attention_layers, CPU), model.attention_layers
     inputs = [[t for ids in token_ids for t in ids], [p for ids in token_ids for p in range(len(ids))]]
     inputs += [types] if types is not None else []
-    meta = attention.prepare([len(ids) for ids in token_ids])
+    meta = attention.prepare_lengths([len(ids) for ids in token_ids])
     context = ForwardContext(attention, meta, [torch.empty(0)] * len(layers), layers)
     with torch.inference_mode(), forward_context(context):
-        return model(*map(torch.tensor, inputs))
+        ids, positions, *types = map(torch.tensor, inputs)
+        return model(model.embed(ids, None, *types), positions)
 
 
 def random_ids(lengths: list[int]) -> list[list[int]]:
@@ -106,16 +107,16 @@ def test_an_engine_that_generates_does_not_load_it(tmp_path):
 )
 def test_what_cannot_be_computed_is_refused_by_name(changes, message):
     with pytest.raises(ModelError, match=message):
-        EncoderSpec.from_hf({"architectures": ["BertModel"], **BERT, **changes})
+        read_spec({"architectures": ["BertModel"], **BERT, **changes})
 
 
 def test_a_config_without_architectures_is_known_by_its_model_type():
-    assert EncoderSpec.from_hf({"model_type": "bert", **BERT}).architecture == "BertModel"
+    assert read_spec({"model_type": "bert", **BERT}).architecture == "BertModel"
 
 
 def test_a_cross_encoders_activation_is_the_one_that_it_was_saved_with():
     config = {"architectures": ["BertForSequenceClassification"], **BERT, "num_labels": 1}
-    assert EncoderSpec.from_hf(config).sigmoid
+    assert read_spec(config).sigmoid
     older = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
     newer = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
-    assert not EncoderSpec.from_hf(config | older).sigmoid and not EncoderSpec.from_hf(config | newer).sigmoid
+    assert not read_spec(config | older).sigmoid and not read_spec(config | newer).sigmoid

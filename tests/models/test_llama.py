@@ -17,7 +17,7 @@ from models.pairs import (
 from naive_attention import greedy, logits_of
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from minivllm.layers.linear import PrepackedCPU, Unquantized, choose_method
+from minivllm.layers.linear import Unquantized, choose_method
 from minivllm.loading import load_model
 from minivllm.loading.dummy import write_tokenizer
 
@@ -101,12 +101,12 @@ def test_fp16_runs_near_fp32(name, tmp_path, token_ids):
 
 
 def test_packed_and_dense_weights_compute_the_same(tmp_path, token_ids, monkeypatch):
-    if not isinstance(choose_method(CPU, torch.bfloat16).method, PrepackedCPU):
+    if type(choose_method(CPU, torch.bfloat16).method) is Unquantized:
         pytest.skip("nothing to pack with")
     AutoModelForCausalLM.from_config(CONFIGS["llama_biases"]).save_pretrained(tmp_path)
     write_tokenizer(tmp_path, SMALL["vocab_size"])
     packed = logits_of(load_model(str(tmp_path), torch.bfloat16, CPU).model, token_ids)
-    monkeypatch.setattr("minivllm.models.llama.choose_method", lambda *_: (Unquantized(), "test"))
+    monkeypatch.setattr("minivllm.models.decoder.choose_method", lambda *_: (Unquantized(), "test"))
     dense = logits_of(load_model(str(tmp_path), torch.bfloat16, CPU).model, token_ids)
     # Sums are taken in another order before the one rounding to bf16.
     assert error_of(packed, dense) < BF16_TOLERANCE

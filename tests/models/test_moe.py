@@ -27,7 +27,7 @@ from minivllm.kernels.cpu import build
 from minivllm.layers.experts import Router, Routes, SparseMLP
 from minivllm.loading import load_model
 from minivllm.models.checkpoint import of_all_experts
-from minivllm.models.llama import MLP
+from minivllm.models.decoder import MLP
 from minivllm.spec_decode.eagle import random_eagle
 
 CPU = torch.device("cpu")
@@ -223,8 +223,8 @@ def test_pieces_and_captures_between_experts_change_no_token(forward, graphs, wa
 def test_compiled_pieces_change_no_token(wanted):
     from minivllm.compile.forms import form_for
 
-    if (obstacle := form_for(CPU).obstacle(CPU)) is not None:
-        pytest.skip(obstacle)
+    if (why := form_for(CPU).unsupported_reason(CPU)) is not None:
+        pytest.skip(why)
     got, decided = generate(**{"runner.forward": "piecewise", "runner.compile": "wait"})
     assert decided["runner.forward"][0] == "piecewise", decided["runner.forward"]
     assert got == wanted
@@ -244,12 +244,12 @@ def test_the_fused_forward_says_why_it_is_not_for_experts(wanted):
 
 
 def test_experts_are_not_packed_and_the_decision_says_so(wanted):
-    if build.obstacle() is not None:
-        pytest.skip(build.obstacle())
+    if build.unsupported_reason() is not None:
+        pytest.skip(build.unsupported_reason())
     options = {"model.quantization": "int8"}
     got, decided = generate(**options)
     value, reason = decided["model.quantization"]
-    assert value == "int8" and "the matrices of experts stay in float32" in reason
+    assert value == "int8" and "the matrices of experts are multiplied in float32" in reason
     assert got != wanted  # attention's weights, the head's and the dense layer's are rounded
     assert got == generate(**options, **{"scheduler.max_num_batched_tokens": 7})[0]
     plain, packed = (

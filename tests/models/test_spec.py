@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from minivllm.errors import ModelError
-from minivllm.models import ENCODERS, MODELS
-from minivllm.models.spec import FAMILIES, ExpertsSpec, ModelSpec
+from minivllm.models import FILES, GGUF_FILES, MODEL_FILES, MODELS, ModelFile, read_gguf_names, read_spec
+from minivllm.models.llama_config import FAMILIES
+from minivllm.models.spec import ConfigReader, ExpertsSpec, ModelSpec
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,11 +28,36 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num
 
 
 def spec(**changes) -> ModelSpec:
-    return ModelSpec.from_hf({k: v for k, v in (BASE | changes).items() if v is not None})
+    return read_spec({k: v for k, v in (BASE | changes).items() if v is not None})
 
 
-def test_every_family_has_a_class_in_the_registry():
-    assert set(MODELS.names()) == set(FAMILIES) | set(ENCODERS)
+def test_every_row_leads_to_a_network_a_reader_and_its_gguf_names():
+    for file in MODEL_FILES:
+        assert callable(file.read_config) and callable(file.get(file.network))
+        assert all(MODELS.get(name) is file.get(file.network) for name in file.architectures)
+    assert all(read_gguf_names(name).layer for name in GGUF_FILES)
+    assert set(FAMILIES) == {name for name, file in FILES.items() if file.network == "LlamaModel"}
+
+
+def test_another_model_is_its_file_and_one_row(monkeypatch):
+    """What names an architecture reads the rows: nothing else has to be told of it."""
+    import sys
+    from types import SimpleNamespace
+
+    from minivllm import models
+
+    def read_config(reader: ConfigReader, architecture: str) -> ModelSpec:
+        return replace(llama, architecture=architecture, max_position=reader.need("n_positions"))
+
+    llama = spec()
+    row = ModelFile("mine", "Network", {"MineForCausalLM": "mine"})
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(read_config=read_config))
+    monkeypatch.setitem(models.FILES, "MineForCausalLM", row)
+    monkeypatch.setattr(models, "MODEL_FILES", (*MODEL_FILES, row))
+    assert read_spec({"architectures": ["MineForCausalLM"], "n_positions": 7}).max_position == 7
+    assert read_spec({"model_type": "mine", "n_positions": 7}).architecture == "MineForCausalLM"
+    with pytest.raises(ModelError, match='"n_positions" must be a positive int'):
+        read_spec({"architectures": ["MineModel"]})
 
 
 def test_old_and_new_rope_fields_mean_the_same():
@@ -89,11 +117,11 @@ def test_each_layer_has_the_window_of_its_family(changes, expected):
 
 def test_a_window_that_is_null_is_none():
     config = BASE | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
-    assert ModelSpec.from_hf(config).windows == (None,) * 4
+    assert read_spec(config).windows == (None,) * 4
 
 
 def test_eos_ids_are_the_union_of_both_files():
-    made = ModelSpec.from_hf(BASE | {"eos_token_id": 2}, {"eos_token_id": [5, 2]})
+    made = read_spec(BASE | {"eos_token_id": 2}, {"eos_token_id": [5, 2]})
     assert made.eos_token_ids == (5, 2)
 
 
@@ -134,11 +162,10 @@ def test_every_expert_counts_as_parameters():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, '"GPT2LMHeadModel" is not supported.*LlamaForCausalLM'),
+        ({"architectures": ["T5Model"]}, '"T5Model" is not supported.*LlamaForCausalLM'),
         ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba'"),
         ({"hidden_size": None}, '"hidden_size" must be a positive int, got None'),
         ({"vocab_size": "many"}, '"vocab_size"'),
-        ({"quantization_config": {"quant_method": "gptq"}}, 'quantised \\("gptq"\\)'),
         ({"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, 'rope type "longrope" is not supported'),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs the field 'factor'"),

@@ -7,18 +7,16 @@ from oracle.prompts import PROMPTS
 from minivllm import LLM, SamplingParams
 from minivllm.config import PRESETS
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(1200)]  # a minute of a core, which others may want too
 NUM_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
 def oracle_model():
-    from transformers import AutoModelForCausalLM
-
     from minivllm.loading import resolve
+    from minivllm.runner.naive_worker import load_transformers
 
-    folder = resolve("smollm2-135m").tokenizer_dir
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return load_transformers(resolve("smollm2-135m"), torch.float32, torch.device("cpu"), 0)
 
 
 def run(prompts, overrides=None, num_tokens=NUM_TOKENS, **params):
@@ -41,6 +39,12 @@ def test_greedy_tokens_equal_transformers_in_fp32(oracle_model):
         assert list(tokens) == choices, output.prompt
 
 
+@pytest.fixture(scope="module")
+def wanted():
+    """Of the engine as it comes."""
+    return [o.outputs[0].token_ids for o in run(PROMPTS[:10], num_tokens=24)]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -53,10 +57,8 @@ def test_greedy_tokens_equal_transformers_in_fp32(oracle_model):
     ],
     ids=str,
 )
-def test_scheduling_changes_no_token_of_a_real_model(overrides):
-    prompts = PROMPTS[:10]
-    wanted = [o.outputs[0].token_ids for o in run(prompts, num_tokens=24)]
-    assert [o.outputs[0].token_ids for o in run(prompts, overrides, num_tokens=24)] == wanted
+def test_scheduling_changes_no_token_of_a_real_model(overrides, wanted):
+    assert [o.outputs[0].token_ids for o in run(PROMPTS[:10], overrides, num_tokens=24)] == wanted
 
 
 def test_log_probabilities_equal_transformers_in_fp32(oracle_model):

@@ -9,12 +9,12 @@ from pooling.tiny import TEXTS, hidden_of, randomise, write_bert, write_decoder,
 from tolerances import EMBEDDING, HIDDEN
 from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen3Config
 
-from minivllm import LLM
-from minivllm.engine.pooling_llm import PoolingLLM
+from minivllm import LLM, trace
 from minivllm.errors import BadRequest, ConfigError, MinivllmError, ModelError, NeverFits
 from minivllm.loading import load_model, sources
 from minivllm.loading.dummy import write_tokenizer
 from minivllm.pooling import task
+from minivllm.request import BeamSearchParams, PoolingParams
 
 ONE = {"executor.num_threads": 1, "debug.check": True}
 SMALL = {
@@ -61,8 +61,8 @@ def expected(llm, oracle, texts, kind="mean", normalize=True):
     return np.array([pooled(hidden_of(oracle, llm.tokenizer.encode(text)), kind, normalize) for text in texts])
 
 
-def test_a_model_that_embeds_makes_a_pooling_llm(llm):
-    assert isinstance(llm, LLM) and type(llm) is PoolingLLM and llm.task == "embed"
+def test_a_model_that_embeds_is_known_by_its_task(llm):
+    assert type(llm) is LLM and llm.task == "embed"
 
 
 def test_vectors_equal_transformers(llm, oracle):
@@ -91,6 +91,38 @@ def test_what_else_is_in_the_batch_does_not_change_a_vector(folder, llm, budget,
     alone = np.concatenate([vectors(llm, [text]) for text in texts])
     np.testing.assert_allclose(vectors(other, texts), alone, rtol=0, atol=EMBEDDING)
     assert max_num_seqs > 1 or other.stats.num_steps == len(texts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine.overlap": 2},
+        {"engine.core": "process"},
+        {"engine.core": "process", "engine.replicas": 2},
+        {"engine.core": "process", "engine.replicas": 2, "engine.overlap": 2, "scheduler.policy": "fair"},
+        {"scheduler.policy": "priority"},
+    ],
+    ids=str,
+)
+def test_how_the_engine_runs_does_not_change_a_vector(folder, llm, options):
+    texts = [TEXTS[i * 5 % len(TEXTS)] + "s" * (i % 7) for i in range(23)]
+    with LLM(str(folder), max_num_seqs=3, overrides={**ONE, **options}) as other:
+        np.testing.assert_allclose(vectors(other, texts), vectors(llm, texts), rtol=0, atol=EMBEDDING)
+        assert other.stats.prompt_tokens == sum(len(llm.tokenizer.encode(text)) for text in texts)
+        assert len(other.stats.parts) == options.get("engine.replicas", 1)
+        assert all(part.num_steps > 0 for part in other.stats.parts)
+        scores = [output.outputs.score for output in other.score("a", ["b", "a"], use_tqdm=False)]
+    np.testing.assert_allclose(scores[1], 1, atol=1e-6)
+
+
+def test_a_recorded_run_replays_to_the_same_vectors(folder, llm, tmp_path):
+    path = tmp_path / "run.jsonl"
+    with LLM(str(folder), max_num_seqs=3, overrides={**ONE, "debug.trace": str(path)}) as recorded:
+        wanted = vectors(recorded, TEXTS)
+    report = trace.replay(path)
+    assert report.divergence is None and report.num_tokens == wanted.size
+    pooled = [numbers for step in trace.read(path).steps() for numbers in step.get("pooled", {}).values()]
+    assert {tuple(numbers) for numbers in pooled} == {tuple(numbers) for numbers in wanted.tolist()}
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
@@ -194,6 +226,32 @@ def test_what_is_no_text_is_refused_before_anything_runs(llm, prompts, message):
     assert llm.stats.num_steps == steps
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_request_may_leave_the_last_step_out_or_ask_for_it(tmp_path, normalize):
+    oracle = write_bert(tmp_path)
+    write_modules(tmp_path, *("Transformer", "Pooling", "Normalize")[: 2 + normalize], pooling_mode="mean")
+    llm = LLM(str(tmp_path), overrides=ONE)
+    raw = expected(llm, oracle, TEXTS, normalize=False)
+    unit = raw / np.linalg.norm(raw, axis=1)[:, None]
+    for asked, wanted in ((None, unit if normalize else raw), (True, unit), (False, raw)):
+        np.testing.assert_allclose(vectors(llm, TEXTS, use_activation=asked), wanted, rtol=0, atol=HIDDEN)
+    (short,) = vectors(llm, TEXTS[:1], use_activation=False, dimensions=5)
+    np.testing.assert_allclose(short, raw[0, :5], rtol=0, atol=HIDDEN)
+
+    # In one step, whose rows are then of both kinds.
+    asks = [None, False, True]
+    for i, asked in enumerate(asks):
+        text, params = llm.texts.text(TEXTS[0]), PoolingParams(use_activation=asked)
+        llm._client.add(llm.texts.pooling_requests([text], f"r{i}", params)[0])
+    found, steps = {}, llm.stats.num_steps
+    while len(found) < len(asks):
+        for output in llm._front.process(llm._client.poll(None))[0]:
+            (found[output.request_id],) = output.all_vectors()
+    assert llm.stats.num_steps == steps + 1
+    wanted = [unit[0] if normalize else raw[0], raw[0], unit[0]]
+    np.testing.assert_allclose([found[f"r{i}"] for i in range(3)], wanted, rtol=0, atol=HIDDEN)
+
+
 def test_scores_are_cosines_of_vectors(llm):
     query, *documents = TEXTS
     whole = vectors(llm, TEXTS)
@@ -222,6 +280,8 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path, activation)
         wanted.append(float(logit.sigmoid() if activation == "Sigmoid" else logit))
     found = [o.outputs.score for o in llm.score(query, documents, use_tqdm=False)]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=HIDDEN)
+    raw = np.array([o.outputs.score for o in llm.score(query, documents, use_activation=False, use_tqdm=False)])
+    np.testing.assert_allclose(1 / (1 + np.exp(-raw)) if activation == "Sigmoid" else raw, wanted, rtol=0, atol=HIDDEN)
     with pytest.raises(BadRequest, match="scores pairs and embeds nothing"):
         llm.embed("a")
 
@@ -245,31 +305,35 @@ def test_numbers_that_are_not_finite_are_an_error_and_no_vector(tmp_path):
     assert np.isfinite(vectors(llm, ["the sea"])).all()
 
 
-def test_a_pooling_llm_generates_nothing(llm):
-    for method in (llm.generate, llm.chat, llm.beam_search, llm.load_lora):
+def test_a_model_that_embeds_generates_nothing(llm):
+    search = BeamSearchParams(beam_width=2, max_tokens=2)
+    chat = [{"role": "user", "content": "x"}]
+    for ask in (lambda: llm.generate("x"), lambda: llm.chat(chat), lambda: llm.beam_search("x", search)):
         with pytest.raises(BadRequest, match="has embed.. and score.., and generates nothing"):
-            method("x")
+            ask()
+    with pytest.raises(BadRequest, match="LoRA is off"):
+        llm.load_lora("x", "folder")
 
 
 def test_an_llm_that_generates_embeds_nothing():
     with LLM("dummy:tiny", overrides={"kv.num_blocks": 20, **ONE}) as llm:
-        for method in (llm.embed, llm.score):
+        for ask in (lambda: llm.embed("x"), lambda: llm.score("x", "y")):
             with pytest.raises(BadRequest, match='LLM.model, task="embed"'):
-                method("x")
+                ask()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"overrides": {"kv.prefix": "none"}}, "kv.prefix: model.task=embed has no KV cache"),
+        ({"overrides": {"model.invariant": True}}, "model.invariant: model.task=embed"),
         ({"preset": "v0"}, "scheduler.kind"),
-        ({"overrides": {"engine.core": "process"}}, "engine.core"),
+        ({"overrides": {"spec_decode.method": "ngram"}}, "spec_decode.method"),
         ({"enable_lora": True}, "lora.enabled"),
         ({"task": "generate"}, "is a BertModel: it can embed"),
         ({"task": "score"}, "a BertModel: it can embed; .* classification head scores"),
         ({"max_model_len": 65}, "64 positions"),
         ({"max_model_len": 60, "max_num_batched_tokens": 50}, "max_num_batched_tokens"),
-        ({"observers": [object()]}, "observers"),
         ({"pooling": "max"}, "pooling"),
     ],
 )

@@ -10,7 +10,7 @@ from minivllm.kernels.cpu import dense
 from minivllm.kernels.cpu.dense import DenseMatrix
 from minivllm.layers.linear import Linear, PrepackedCPU, TiledCPU, choose_method
 
-pytestmark = pytest.mark.skipif(dense.obstacle() is not None, reason=str(dense.obstacle()))
+pytestmark = pytest.mark.skipif(dense.unsupported_reason() is not None, reason=str(dense.unsupported_reason()))
 SHAPES = [(1, 32), (17, 64), (32, 32), (96, 160), (576, 1536)]  # [n_out, n_in]
 PAIRS = [(2, 32), (34, 64), (200, 96), (3072, 576)]  # of two halves
 TOKENS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 100, 257, 600)

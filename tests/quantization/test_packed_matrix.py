@@ -11,8 +11,8 @@ from minivllm.kernels.cpu import linear
 from minivllm.kernels.cpu.linear import VNNI, PackedMatrix
 from minivllm.quantization.formats import GROUP, dequantise, quantise
 
-pytestmark = pytest.mark.skipif(linear.obstacle() is not None, reason=str(linear.obstacle()))
-PATHS = range(1 + (linear.best_path() if linear.obstacle() is None else 0))
+pytestmark = pytest.mark.skipif(linear.unsupported_reason() is not None, reason=str(linear.unsupported_reason()))
+PATHS = range(1 + (linear.best_path() if linear.unsupported_reason() is None else 0))
 SHAPES = [(16, 32), (17, 64), (100, 96), (1, 32), (64, 512)]  # [n_out, n_in]
 
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from minivllm.plan import StepPlan
-from minivllm.runner.block_copy import TorchMove, obstacle_of
+from minivllm.runner.block_copy import TorchMove, unsupported_reason
 from minivllm.runner.block_moves import BlockMoves
-from minivllm.runner.worker import host_cache
+from minivllm.runner.memory import host_cache
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -69,6 +69,6 @@ def test_a_kernel_moves_blocks_between_a_gpu_and_pinned_memory_alone(monkeypatch
     monkeypatch.setattr(torch, "zeros", zeros)
     host = host_cache(OnAGPU(), 1, 5)
     assert asked == [True] and host.shape == (2, 5, 2, 16, 64) and host.dtype == torch.float16
-    assert obstacle_of([OnAGPU()], [host], 1) == "the host's caches are not pinned"
+    assert unsupported_reason([OnAGPU()], [host], 1) == "the host's caches are not pinned"
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    assert obstacle_of([OnAGPU()], [host], 1) is None
+    assert unsupported_reason([OnAGPU()], [host], 1) is None

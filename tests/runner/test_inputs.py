@@ -8,13 +8,13 @@ import pytest
 import torch
 from fakes import FakeEngine
 
+from minivllm.batch import BatchKey, InputBatch, InputSizes, pad_requests
 from minivllm.features import INPUT_BUILDERS
 from minivllm.plan import Join, StepPlan
 from minivllm.request import SamplingParams
 from minivllm.runner import tables_device
-from minivllm.runner.batch import InputBatch, pad_requests
-from minivllm.runner.inputs import BatchKey, InputSizes
 from minivllm.runner.inputs_gather import GatherInputs
+from minivllm.runner.inputs_persistent import PersistentInputs
 from minivllm.runner.inputs_rebuild import RebuildInputs
 from minivllm.runner.tables import StagedWrites
 from minivllm.runner.tables_device import DeviceTables, StagedRows
@@ -61,12 +61,13 @@ class Both:
 @pytest.mark.parametrize("inputs", ["persistent", "gather", "gather on the device"])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("budget, preempt_every", [(512, 0), (7, 0), (64, 3)])
-@pytest.mark.parametrize("method", ["none", "suffix"])
-def test_fast_builders_equal_rebuild(inputs, seed, budget, preempt_every, method):
+@pytest.mark.parametrize("method, windows", [("none", (None,)), ("suffix", (None,)), ("suffix", (None, 6, 3))])
+def test_fast_builders_equal_rebuild(inputs, seed, budget, preempt_every, method, windows):
     rng = random.Random(seed)
     overrides = {"scheduler.max_num_batched_tokens": budget, "debug.preempt_every": preempt_every}
     overrides |= {"runner.inputs": inputs.partition(" ")[0], "spec_decode.method": method}
-    engine = FakeEngine(24, max_model_len=40, **{"scheduler.max_num_seqs": 5, **overrides})
+    num_blocks = 24 * len(windows)
+    engine = FakeEngine(num_blocks, max_model_len=40, windows=windows, **{"scheduler.max_num_seqs": 5, **overrides})
     fast = on_device(engine.worker.sizes) if "device" in inputs else engine.worker.inputs
     engine.worker.inputs = both = Both(fast)
     for i in range(40):
@@ -100,6 +101,125 @@ def test_the_fields_of_a_small_mixed_batch(inputs):
     assert batch.sample_tokens.tolist() == [0, 3] and batch.sample_requests.tolist() == [0, 1]
     assert batch.draft_tokens.tolist() == [-1, -1]
     assert (batch.num_tokens, batch.max_query, batch.max_seq) == (4, 3, 6)
+
+
+class Steps:
+    """Makes plans by hand and drives two builders: requests whose lengths differ decode, mostly undisturbed. Block size
+    4, room for 40 tokens."""
+
+    def __init__(self, inputs: str, seed: int):
+        self.rng = random.Random(seed)
+        self.fast = on_device(SIZES) if "device" in inputs else INPUT_BUILDERS.get(inputs)(SIZES)
+        self.both = Both(self.fast)
+        self.known: dict[str, int] = {}
+        self.rows: dict[str, int] = {}
+        self.blocks = list(range(50))
+        self.held: dict[str, list[int]] = {}
+        self.num_joined = 0
+
+    def step(self) -> None:
+        plan, rng = StepPlan(0), self.rng
+        ended = [name for name, known in self.known.items() if known == SIZES.max_model_len or rng.random() < 0.03]
+        for name in ended:
+            plan.leaves.append(name)
+            self.blocks += self.held.pop(name)
+            del self.known[name], self.rows[name]
+        if len(self.known) < 4 and (not self.known or rng.random() < 0.1):
+            self._join(plan)
+        drafts = rng.random() < 0.05
+        for name, known in self.known.items():
+            if plan.joins and name == plan.joins[0].req_id:
+                plan.start[name], plan.num_tokens[name] = 0, known
+            elif rng.random() < 0.99:
+                plan.start[name], plan.num_tokens[name] = known - 1, 1
+                if drafts and known < SIZES.max_model_len:
+                    plan.drafts[name], plan.num_tokens[name] = [rng.randrange(99)], 2
+            elif known > 1:  # a piece before the last known token: nothing is sampled
+                plan.start[name], plan.num_tokens[name] = known - 2, 1
+            if name in plan.num_tokens:
+                self._grow(plan, name, rng.randrange(2) * rng.randrange(3))
+        if rng.random() < 0.03:
+            for column in ("num_tokens", "start"):
+                setattr(plan, column, dict(reversed(getattr(plan, column).items())))
+        self.both.apply(plan, [self.rows[join.req_id] for join in plan.joins])
+        if plan.num_tokens:
+            self._run(plan)
+
+    def _join(self, plan: StepPlan) -> None:
+        name, num = f"request {self.num_joined}", self.rng.randrange(1, 20)
+        self.num_joined += 1
+        self.known[name], self.held[name] = num, []
+        self.rows[name] = self.rng.choice([row for row in range(6) if row not in self.rows.values()])
+        plan.joins.append(Join(name, [self.rng.randrange(99) for _ in range(num)], num, SamplingParams()))
+
+    def _grow(self, plan: StepPlan, name: str, ahead: int) -> None:
+        """Blocks for what is computed, and sometimes some ahead."""
+        held = self.held[name]
+        wanted = -(-(plan.start[name] + plan.num_tokens[name]) // 4)
+        if wanted > len(held):
+            num = min(wanted + ahead, 10) - len(held)
+            plan.new_blocks[name] = [self.blocks.pop(0) for _ in range(num)]
+            held += plan.new_blocks[name]
+
+    def _run(self, plan: StepPlan) -> None:
+        rng = self.rng
+        key = BatchKey(plan.total_tokens + (rng.random() < 0.05) * 3)
+        batch = self.both.build(plan, key)
+        if rng.random() < 0.03:  # a draft model looks at the same step once more
+            batch = self.both.build(plan, key)
+        kept = np.flatnonzero(batch.draft_tokens < 0) if rng.random() < 0.5 else np.arange(len(batch.sample_tokens))
+        requests = batch.sample_requests[kept]  # the first of a draft's two tokens is final alone, or both are
+        if rng.random() < 0.03:
+            requests = requests[: rng.randrange(len(requests) + 1)]  # those that are not kept are drawn again
+        for i in requests.tolist():
+            self.known[batch.req_ids[i]] = min(self.known[batch.req_ids[i]] + 1, SIZES.max_model_len)
+        self.both.append(batch, requests, np.array([rng.randrange(99) for _ in requests], np.int64))
+
+
+@pytest.mark.parametrize("inputs", ["persistent", "gather", "gather on the device"])
+@pytest.mark.parametrize("seed", range(6))
+def test_long_runs_of_decodes_and_what_ends_them_equal_rebuild(inputs, seed):
+    """Joins, leaves, drafts, pieces, orders, paddings, blocks ahead, a step that is built twice or not kept."""
+    steps, num_followed = Steps(inputs, seed), 0
+    for _ in range(400):
+        steps.step()
+        run = getattr(steps.fast, "_run", None)
+        num_followed += run is not None and run.phase > 0
+    assert inputs != "persistent" or num_followed > 80, "the runs were too short to show anything"
+
+
+def test_a_batch_that_was_handed_out_is_not_written_to_by_the_next():
+    """runner/async_sampling.py reports a step behind the start of the next one."""
+    builder = PersistentInputs(SIZES)
+    builder.apply(
+        StepPlan(0, joins=[Join("a", [1] * 5, 5, SamplingParams()), Join("b", [2] * 12, 12, SamplingParams())]), [3, 1]
+    )
+    builder.apply(StepPlan(1, new_blocks={"a": [7, 8], "b": [20, 21, 22, 23]}), [])
+    handed_out = []
+    for i in range(12):
+        plan = StepPlan(i, {"a": 1, "b": 1}, {"a": 4 + i, "b": 11 + i})
+        blocks = {name: [30 + i] for name, n in plan.start.items() if n % 4 == 0 and n // 4 >= {"a": 2, "b": 4}[name]}
+        builder.apply(StepPlan(i, new_blocks=blocks), [])
+        batch = builder.build(plan, BatchKey(2))
+        handed_out.append([(getattr(batch, f.name), np.copy(getattr(batch, f.name))) for f in fields(InputBatch)])
+        builder.append(batch, batch.sample_requests, np.array([40 + i, 60 + i]))
+    assert builder._run.phase == (12 - 2) % 4
+    for columns in handed_out:
+        for now, before in columns:
+            assert np.array_equal(now, before)
+
+
+def test_a_run_that_comes_to_the_longest_length_writes_into_no_other_row():
+    builder = PersistentInputs(SIZES)
+    joins = [Join("a", [1] * 30, 30, SamplingParams()), Join("b", [2] * 31, 31, SamplingParams())]
+    builder.apply(StepPlan(0, joins=joins, new_blocks={"a": list(range(10)), "b": list(range(10, 20))}), [2, 5])
+    for i in range(10):
+        batch = builder.build(StepPlan(i, {"a": 1, "b": 1}, {"a": 29 + i, "b": 30 + i}), BatchKey(2))
+        builder.append(batch, batch.sample_requests, np.array([7, 8]))
+        expected = [[1] * 30 + [7] * (i + 1), [2] * 31 + [8] * min(i + 1, 9)]
+        for row, tokens in zip((2, 5), expected, strict=True):
+            assert builder.token_ids[row].tolist() == tokens + [0] * (40 - len(tokens))
+    assert not builder.token_ids[[0, 1, 3, 4]].any() and builder.num_tokens[[2, 5]].tolist() == [40, 41]
 
 
 def test_staged_pieces_are_written_at_once_and_the_later_one_stays():

@@ -6,21 +6,21 @@ import random
 import pytest
 import torch
 from lora.adapters import write_adapter
-from runner import test_late
-from runner.test_late import LateCopies, tokens_of
+from runner import test_async_engine
+from runner.test_async_engine import SlowCopies, tokens_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.composite import pair
 from minivllm.attention.flex import FlexBackend
 from minivllm.attention.reference import ReferenceAttention
 from minivllm.attention.sdpa import SDPAAttention
+from minivllm.batch import InputSizes
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build
 from minivllm.features import ATTENTION, DEVICE_INPUT_BUILDERS, INPUT_BUILDERS
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.request import EngineRequest
-from minivllm.runner import inputs_place, late
-from minivllm.runner.inputs import InputSizes
+from minivllm.runner import async_sampling, inputs_place
 from minivllm.runner.inputs_place import place_inputs
 
 CPU = torch.device("cpu")
@@ -62,9 +62,9 @@ def tables_apart(monkeypatch):
 
 @pytest.fixture
 def stream(monkeypatch):
-    """Of copies to the host that are late (test_late.py)."""
-    found = LateCopies(0)
-    monkeypatch.setattr(late, "make_copies", lambda device: found)
+    """Of copies to the host that are slow (test_async_engine.py)."""
+    found = SlowCopies(0)
+    monkeypatch.setattr(async_sampling, "make_copies", lambda device: found)
     return found
 
 
@@ -122,7 +122,7 @@ def test_no_token_changes(options, wanted, tables_apart, stream):
 
 def test_tokens_of_a_step_are_the_next_steps_inputs_before_the_host_has_seen_them(tables_apart, stream, monkeypatch):
     """No placeholder stands anywhere: the builder is asked for the next step by itself."""
-    monkeypatch.setattr(late, "NewestTokens", None)
+    monkeypatch.setattr(async_sampling, "NewestTokens", None)
     overrides = {**TINY, "runner.inputs": "gather", "engine.overlap": 2}
     core = build(EngineConfig.build("v1", overrides)).core
     tokens = tokens_of(core, [EngineRequest("a", [3, 4, 5], SamplingParams(temperature=0.0, max_tokens=20))])
@@ -148,5 +148,5 @@ def test_adapters_are_those_of_the_requests(tables_apart, stream, tmp_path):
 @pytest.mark.parametrize("seed", range(2))
 def test_aborts_and_failing_steps_leave_the_others_their_tokens(seed, tables_apart, stream, monkeypatch):
     """What a step left in the tables that failed behind its launch is nobody's."""
-    run = test_late.test_aborts_and_failing_steps_leave_the_others_their_tokens
+    run = test_async_engine.test_aborts_and_failing_steps_leave_the_others_their_tokens
     run("gather", "full+piecewise", seed, [stream], monkeypatch)

@@ -40,7 +40,7 @@ def test_tokens_are_those_of_the_engines_own_model(overrides, wanted):
         assert [tokens(llm, params) for params in (GREEDY, SAMPLED, BEAMS)] == wanted
         worker = llm._core.executor.worker
         llm._core.step()  # an empty step: the last ones leave
-        assert not worker.forward._caches, "a cache outlives its request"
+        assert not worker.runner.forward._caches, "a cache outlives its request"
 
 
 def test_one_request_runs_at_a_time():

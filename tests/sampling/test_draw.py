@@ -1,4 +1,4 @@
-"""The fast filters and draw against their slow twin, and against the distribution itself."""
+"""The fast filters and draw against their slow reference, and against the distribution itself."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def numbers(num: int, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
     spread=st.sampled_from([0.0, 1.0, 10.0, 200.0]),
     start=st.integers(0, 10**6),
 )
-def test_the_draw_is_the_slow_twins_and_possible(seed, vocab_size, spread, start):
+def test_the_draw_is_the_slow_references_and_possible(seed, vocab_size, spread, start):
     probs = random_probs(seed, 6, vocab_size, spread)
     probs[:, : vocab_size // 3] = 1e-30
     probs[:, : vocab_size // 4] = 0
@@ -97,7 +97,7 @@ def test_the_draw_is_the_slow_twins_and_possible(seed, vocab_size, spread, start
     assert valid.all()
     for row, token, s, p in zip(probs.numpy(), tokens.tolist(), seeds, positions, strict=True):
         assert row[token] > 0
-        # The twin sums blocks in float64: a relative difference of 4e-6 in one rate, decisive in as many draws of 1.
+        # The reference sums blocks in float64: 4e-6 of one rate, decisive in as many draws of 1.
         assert token == reference.draw(row, int(s), int(p))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from minivllm.plan import Join
 from minivllm.request import SamplingParams
 from minivllm.sampling.grammar_mask import (
     GrammarMask,
@@ -105,7 +106,7 @@ def test_the_sampler_draws_only_what_every_step_admits():
     structured = StructuredParams(regex="[abc]{2}")
     for row, more in enumerate(({}, {"min_tokens": 9}, {"bad_words_token_ids": ((A,),)}, {"allowed_token_ids": [B]})):
         params = SamplingParams(temperature=1.0, seed=row, eos_token_ids=(0, 1), structured=structured, **more)
-        sampler.join(row, params, [7], 1)
+        sampler.join(row, Join("", [7], 1, params))
     rows = np.arange(4)
     got = []
     for position in range(1, 3):
@@ -120,3 +121,90 @@ def test_the_sampler_draws_only_what_every_step_admits():
     for row in range(4):
         sampler.leave(row)
     sampler.check()
+
+
+class Costly:
+    """A grammar of any text whose work moves a clock: by `costs` for each mask, `accepts` for each token."""
+
+    def __init__(self):
+        self.now, self.costs, self.accepts = 0.0, 0.0, 0.0
+
+    vocabulary = VOCABULARY
+
+    def compile(self, params):
+        return self
+
+    def start(self):
+        return self
+
+    def accept(self, token):
+        self.now += self.accepts
+        return True
+
+    def fill_mask(self, out):
+        self.now += self.costs
+        out[:] = -1
+
+
+def costly(*rows: int, output=()) -> tuple[GrammarMask, Costly]:
+    grammar = Costly()
+    step = GrammarMask(grammar, V, apply_masks_slowly, clock=lambda: grammar.now)
+    for row in rows:
+        step.join(row, SamplingParams(structured=StructuredParams(regex="a")), [7, *output], 1)
+    return step, grammar
+
+
+def test_a_mask_that_takes_too_long_ends_its_own_request_and_no_other():
+    step, grammar = costly(0)
+    other = joined("ab")
+    grammar.costs = 0.099
+    assert allowed_of(step, 0) and not step.failures
+    grammar.accepts = 0.002
+    step.observe(0, A)
+    assert allowed_of(step, 0) == []
+    assert step.failures[0] == "the grammar is too slow: a token took 101 ms, and 100 ms is the most"
+    grammar.costs = 0.0
+    assert allowed_of(step, 0) == [], "it has failed for good"
+    before = grammar.now
+    step.observe(0, A)
+    assert grammar.now == before, "a step that was planned before is not followed"
+    assert allowed_of(other, 2) == [A, AB] and not other.failures
+    step.leave(0)
+    assert not step.failures
+
+
+def test_the_sequences_of_a_request_share_a_step_s_time_and_fast_masks_cost_nothing():
+    step, grammar = costly(*range(10))
+    grammar.costs = 0.05
+    _, masks = step.fill(np.arange(10))
+    assert [bool(mask.any()) for mask in masks] == [True] * 5 + [False] * 5
+    assert "its sequences took 250 ms in one step" in step.failures[9]
+    step, grammar = costly(*range(100))
+    grammar.accepts = 0.09
+    for row in range(100):
+        step.observe(row, A)
+    assert grammar.now < 0.3 and len(step.failures) == 97
+    step, grammar = costly(*range(1000))
+    grammar.costs = 0.002
+    assert step.fill(np.arange(1000))[1].all() and not step.failures
+
+
+def test_an_output_that_is_followed_again_has_a_limit_of_its_own():
+    grammar = Costly()
+    step = GrammarMask(grammar, V, apply_masks_slowly, clock=lambda: grammar.now)
+    grammar.accepts = 0.09
+    step.join(0, SamplingParams(structured=StructuredParams(regex="a")), [7, *[A] * 1000], 1)
+    assert grammar.now < 1.2 and "took 1080 ms" in step.failures[0]
+
+
+def test_a_request_ended_by_its_grammar_says_why_and_its_neighbours_go_on():
+    sampler = Sampler(V, 2, processors=(lambda vocab_size, max_rows: costly_mask,))
+    sampler.join(0, Join("", [7], 1, SamplingParams(temperature=0, structured=StructuredParams(regex="a"))))
+    sampler.join(1, Join("", [7], 1, SamplingParams(temperature=0)))
+    sampled = sampler(torch.zeros(2, V), np.array([0, 1]), np.array([1, 1]))
+    assert sampled.invalid.tolist() == [0]
+    assert sampler.failure(0).startswith("the grammar is too slow") and sampler.failure(1) is None
+
+
+costly_mask = costly()[0]
+costly_mask.compiler.costs = 0.2

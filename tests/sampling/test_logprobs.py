@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from minivllm.sampling.logprobs import find_logprobs, read_logprobs
+from minivllm.sampling.logprobs import find_logprobs, read_logprobs, with_chosen
 
 
 def position_logprobs(logits, tokens, num_top):
@@ -34,6 +34,22 @@ def test_equal_logits_share_the_rank_that_counts_them_all():
     (entries,) = position_logprobs(logits, np.array([3]), 3)
     assert entries[0][2] == 5
     assert [e[2] for e in entries[1:]] == [2, 2, 5]
+
+
+def test_chosen_tokens_stand_in_the_place_of_the_likeliest_in_their_rows_alone():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2)) * 3
+    logits[2, 7] = logits[2, 9]
+    tokens, chosen = torch.tensor([3, 4, 9, 5]), torch.tensor([[7, 0], [49, 9]])
+    found = with_chosen(find_logprobs(logits, tokens, 3), logits, torch.tensor([0, 2]), chosen)
+    rows = read_logprobs([column.numpy() for column in found], [2, 3, 2, 3])
+    plain = position_logprobs(logits, tokens, 3)
+    assert rows[1] == plain[1] and rows[3] == plain[3]
+    expected = logits.double().log_softmax(-1)
+    for i, ids in ((0, (3, 7, 0)), (2, (9, 49, 9))):
+        assert tuple(entry[0] for entry in rows[i]) == ids
+        for token, logprob, rank in rows[i]:
+            assert logprob == pytest.approx(expected[i, token].item(), abs=4e-6)
+            assert rank == (logits[i] >= logits[i, token]).sum()
 
 
 def test_the_top_of_a_large_vocabulary_is_the_top_of_its_blocks():

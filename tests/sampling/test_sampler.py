@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from minivllm.plan import Join
 from minivllm.request import SamplingParams
 from minivllm.sampling import reference
 from minivllm.sampling.processors import DEFAULT_PROCESSORS
@@ -38,7 +39,7 @@ def generate(requests: dict[int, SamplingParams], num_tokens: int, order=None, p
     rows = {key: key for key in requests}
     sequences = {key: list(PROMPT) for key in requests}
     for key, params in requests.items():
-        sampler.join(rows[key], params, sequences[key], len(PROMPT))
+        sampler.join(rows[key], Join("", sequences[key], len(PROMPT), params))
     for step in range(num_tokens):
         if step in preempt_at:
             for key in requests:
@@ -47,7 +48,7 @@ def generate(requests: dict[int, SamplingParams], num_tokens: int, order=None, p
             assert not sampler.uses.any()
             for key in requests:
                 rows[key] = (rows[key] + 17) % 64
-                sampler.join(rows[key], requests[key], sequences[key], len(PROMPT))
+                sampler.join(rows[key], Join("", sequences[key], len(PROMPT), requests[key]))
         keys = order(list(requests), step) if order else list(requests)
         logits = torch.stack([model(sequences[key]) for key in keys])
         at = np.array([rows[key] for key in keys])
@@ -76,18 +77,18 @@ def test_different_seeds_differ_and_the_same_seed_repeats():
 
 def test_greedy_is_the_argmax_and_the_lowest_id_among_equals():
     sampler = Sampler(V, 4)
-    sampler.join(0, SamplingParams(temperature=0), PROMPT, 3)
+    sampler.join(0, Join("", PROMPT, 3, SamplingParams(temperature=0)))
     logits = torch.zeros(1, V)
     logits[0, [9, 200, 70]] = 2.0
     assert sampler(logits, np.array([0]), np.array([3])).tokens.tolist() == [9]
 
 
-def test_a_sampled_token_is_the_one_of_the_slow_twin():
+def test_a_sampled_token_is_the_one_of_the_slow_reference():
     # Softmax in fp32 against float64 moves a rate by 1e-6: over 600 races a difference is not expected in 1,000 runs.
     sampler = Sampler(V, 10)
     cases = VARIED[1:4]
     for row, params in enumerate(cases):
-        sampler.join(row, params, PROMPT, 3)
+        sampler.join(row, Join("", PROMPT, 3, params))
     rows = np.arange(3)
     for position in range(200):
         logits = torch.stack([model([position, row]) for row in rows])
@@ -105,7 +106,7 @@ def test_the_tokens_kept_are_those_of_transformers_warpers(name, value):
     logits = model([1]).unsqueeze(0)
     kept = set(torch.isfinite(warper(None, logits / 0.8))[0].nonzero()[:, 0].tolist())
     sampler = Sampler(V, 1)
-    sampler.join(0, SamplingParams(seed=0, temperature=0.8, **{name: value}), PROMPT, 3)
+    sampler.join(0, Join("", PROMPT, 3, SamplingParams(seed=0, temperature=0.8, **{name: value})))
     num = 20 * len(kept) ** 2
     seen = {sampler(logits.clone(), np.array([0]), np.array([i])).tokens[0] for i in range(min(num, 1500))}
     assert seen <= kept
@@ -116,7 +117,7 @@ def test_logprobs_are_of_the_models_logits_before_any_processor():
     sampler = Sampler(V, 4)
     biased = SamplingParams(temperature=0, logit_bias={5: 100.0}, logprobs=2)
     for row, params in enumerate([biased, SamplingParams(seed=1), SamplingParams(seed=1, logprobs=0, temperature=3.0)]):
-        sampler.join(row, params, PROMPT, 3)
+        sampler.join(row, Join("", PROMPT, 3, params))
     logits = torch.stack([model([i]) for i in range(3)])
     expected = logits.log_softmax(-1)
     out = sampler(logits.clone(), np.arange(3), np.full(3, 3))
@@ -135,7 +136,7 @@ def test_a_broken_row_is_reported_and_its_neighbours_are_not_touched(bad, temper
     params = SamplingParams(temperature=temperature, seed=3, top_p=0.9, top_k=50)
     sampler = Sampler(V, 4)
     for row in range(3):
-        sampler.join(row, params, PROMPT, 3)
+        sampler.join(row, Join("", PROMPT, 3, params))
     logits = torch.stack([model([i]) for i in range(3)])
     fine = sampler(logits.clone(), np.arange(3), np.full(3, 3))
     logits[1, :] = bad
@@ -147,7 +148,7 @@ def test_a_broken_row_is_reported_and_its_neighbours_are_not_touched(bad, temper
 
 def test_a_row_may_appear_several_times_in_one_call():
     sampler = Sampler(V, 4)
-    sampler.join(2, SamplingParams(seed=4, repetition_penalty=1.5, logprobs=1), PROMPT, 3)
+    sampler.join(2, Join("", PROMPT, 3, SamplingParams(seed=4, repetition_penalty=1.5, logprobs=1)))
     logits = torch.stack([model([i]) for i in range(3)])
     rows, positions = np.array([2, 2, 2]), np.array([3, 4, 5])
     together = sampler(logits.clone(), rows, positions)
@@ -184,9 +185,9 @@ class Counted:
 def test_a_processor_is_called_only_while_a_row_uses_it_and_skipped_by_greedy_rows_if_it_keeps_the_argmax():
     Counted.calls = 0
     sampler = Sampler(V, 4, processors=(*DEFAULT_PROCESSORS, Counted))
-    sampler.join(0, SamplingParams(seed=1), PROMPT, 3)
-    sampler.join(1, SamplingParams(seed=77, temperature=0), PROMPT, 3)
-    sampler.join(2, SamplingParams(seed=77), PROMPT, 3)
+    sampler.join(0, Join("", PROMPT, 3, SamplingParams(seed=1)))
+    sampler.join(1, Join("", PROMPT, 3, SamplingParams(seed=77, temperature=0)))
+    sampler.join(2, Join("", PROMPT, 3, SamplingParams(seed=77)))
     for position in range(30):
         sampler(model([position]).unsqueeze(0), np.array([0]), np.array([position]))
         sampler(model([position]).unsqueeze(0), np.array([1]), np.array([position]))
@@ -199,14 +200,14 @@ def test_a_processor_is_called_only_while_a_row_uses_it_and_skipped_by_greedy_ro
 
 def test_rows_are_taken_once_and_given_back():
     sampler = Sampler(V, 2)
-    sampler.join(1, SamplingParams(temperature=0), PROMPT, 3)
+    sampler.join(1, Join("", PROMPT, 3, SamplingParams(temperature=0)))
     with pytest.raises(AssertionError, match="row 1"):
-        sampler.join(1, SamplingParams(temperature=0), PROMPT, 3)
+        sampler.join(1, Join("", PROMPT, 3, SamplingParams(temperature=0)))
     sampler.leave(1)
     with pytest.raises(AssertionError, match="row 1"):
         sampler.leave(1)
     with pytest.raises(AssertionError, match="resolved"):
-        sampler.join(0, SamplingParams(), PROMPT, 3)
+        sampler.join(0, Join("", PROMPT, 3, SamplingParams()))
 
 
 def test_no_rows_no_tokens():

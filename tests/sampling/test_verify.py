@@ -7,6 +7,7 @@ import pytest
 import torch
 from sampling.test_sampler import PROMPT, VARIED, V, model
 
+from minivllm.plan import Join
 from minivllm.request import SamplingParams
 from minivllm.sampling import reference
 from minivllm.sampling.rejection import COIN, Rejection
@@ -31,7 +32,7 @@ def speculate(requests: list[SamplingParams], right: list[list[int]], num_tokens
     rng = random.Random(seed)
     sampler = Sampler(V, len(requests))
     for row, params in enumerate(requests):
-        sampler.join(row, params, PROMPT, len(PROMPT))
+        sampler.join(row, Join("", PROMPT, len(PROMPT), params))
     out: list[list[int]] = [[] for _ in requests]
     while min(map(len, out)) < num_tokens:
         prefixes, rows, drafts = [], [], []
@@ -57,16 +58,16 @@ def test_match_gives_the_tokens_of_an_engine_without_drafts(seed):
     """Parameters with and without processors in one batch: penalties, bad words and min_tokens see accepted drafts."""
     sampler = Sampler(V, len(VARIED))
     for row, params in enumerate(VARIED):
-        sampler.join(row, params, PROMPT, len(PROMPT))
+        sampler.join(row, Join("", PROMPT, len(PROMPT), params))
     right = [chain(sampler, row, PROMPT, 14) for row in range(len(VARIED))]
     assert speculate(VARIED, right, 14, seed) == right
 
 
-def test_match_gives_the_tokens_of_the_slow_twin():
+def test_match_gives_the_tokens_of_the_slow_reference():
     params = SamplingParams(seed=5, temperature=0.9, top_p=0.9)
     where = {"temperature": 0.9, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
     sampler = Sampler(V, 1)
-    sampler.join(0, params, PROMPT, 3)
+    sampler.join(0, Join("", PROMPT, 3, params))
     right = chain(sampler, 0, PROMPT, 4)
     for drafts in ([], right[:3], [right[0], 0, right[2]], [right[0] + 1]):
         prefixes = [PROMPT + drafts[:i] for i in range(len(drafts) + 1)]
@@ -82,10 +83,10 @@ def test_match_gives_the_tokens_of_the_slow_twin():
 def test_every_accepted_position_reports_its_log_probabilities():
     for extra in ({}, {"repetition_penalty": 1.3}):  # vectorised, and in rounds
         sampler = Sampler(V, 1)
-        sampler.join(0, SamplingParams(temperature=0, logprobs=2, **extra), PROMPT, 3)
+        sampler.join(0, Join("", PROMPT, 3, SamplingParams(temperature=0, logprobs=2, **extra)))
         right = chain(sampler, 0, PROMPT, 3)
         sampler.leave(0)
-        sampler.join(0, SamplingParams(temperature=0, logprobs=2, **extra), PROMPT, 3)
+        sampler.join(0, Join("", PROMPT, 3, SamplingParams(temperature=0, logprobs=2, **extra)))
         prefixes = [PROMPT + right[:i] for i in range(4)]
         logits = torch.stack([model(p) for p in prefixes])
         got = Verifier(sampler)(logits.clone(), np.zeros(4, np.int64), np.arange(3, 7), np.array([*right, -1]))
@@ -120,7 +121,7 @@ class Watcher:
 
 def test_a_processor_observes_final_tokens_alone_each_before_the_next_position():
     sampler = Sampler(V, 1, processors=(Watcher,))
-    sampler.join(0, SamplingParams(temperature=0, seed=77), PROMPT, 3)
+    sampler.join(0, Join("", PROMPT, 3, SamplingParams(temperature=0, seed=77)))
     best = [9, 8, 7, 6]
     logits = torch.zeros(4, V)
     logits[range(4), best] = 5.0
@@ -132,7 +133,7 @@ def test_a_processor_observes_final_tokens_alone_each_before_the_next_position()
 @pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.3}])
 def test_a_broken_row_ends_its_request_only_if_the_request_gets_there(extra):
     sampler = Sampler(V, 1)
-    sampler.join(0, SamplingParams(temperature=0, **extra), PROMPT, 3)
+    sampler.join(0, Join("", PROMPT, 3, SamplingParams(temperature=0, **extra)))
     logits = torch.zeros(3, V)
     logits[range(3), [9, 8, 7]] = 5.0
     logits[1] = float("nan")
@@ -164,7 +165,7 @@ def draws(q: torch.Tensor | None, num: int, draft: int = 3) -> tuple[np.ndarray,
         guesses = torch.multinomial(q, num, replacement=True, generator=torch.Generator().manual_seed(1)).numpy()
     sampler = Sampler(TINY, num)
     for row in range(num):
-        sampler.join(row, SamplingParams(seed=row, temperature=1.0), [0], 1)
+        sampler.join(row, Join("", [0], 1, SamplingParams(seed=row, temperature=1.0)))
     rows = np.arange(num).repeat(2)
     drafts = np.full(2 * num, -1)
     drafts[::2] = guesses
@@ -196,7 +197,7 @@ def test_a_wrong_draft_distribution_would_be_seen():
     """The test above can fail: drafts that are all token 0, judged as if drawn from P, are all accepted."""
     sampler = Sampler(TINY, 1000)
     for row in range(1000):
-        sampler.join(row, SamplingParams(seed=row, temperature=1.0), [0], 1)
+        sampler.join(row, Join("", [0], 1, SamplingParams(seed=row, temperature=1.0)))
     logits, rows = P.log().expand(2000, TINY).clone(), np.arange(1000).repeat(2)
     got = Verifier(sampler, Rejection(lambda row, place: P))(
         logits, rows, np.tile([1, 2], 1000), np.tile([0, -1], 1000)
@@ -204,23 +205,23 @@ def test_a_wrong_draft_distribution_would_be_seen():
     assert chi_square(got.tokens[got.kept % 2 == 0]) > 10 * CHI2_7_DEGREES
 
 
-def test_rejection_gives_the_tokens_of_the_slow_twin():
+def test_rejection_gives_the_tokens_of_the_slow_reference():
     q = QS["far"]
     for row in range(60):
         sampler = Sampler(TINY, 1)
-        sampler.join(0, SamplingParams(seed=row, temperature=1.0), [0], 1)
+        sampler.join(0, Join("", [0], 1, SamplingParams(seed=row, temperature=1.0)))
         draft = row % TINY
         got = Verifier(sampler, Rejection(lambda row, place: q))(
             P.log().expand(2, TINY).clone(), np.zeros(2, np.int64), np.array([1, 2]), np.array([draft, -1])
         )
         coin = uniform(np.array([row], np.uint64), np.array([1]), np.zeros(1, np.int64), COIN)[0, 0]
-        twin = reference.accept(P.double().numpy(), q.double().numpy(), draft, coin, row, 1)
-        assert got.tokens[0] == twin
+        wanted = reference.accept(P.double().numpy(), q.double().numpy(), draft, coin, row, 1)
+        assert got.tokens[0] == wanted
 
 
 def test_rejection_leaves_greedy_requests_alone():
     sampler = Sampler(V, 1)
-    sampler.join(0, SamplingParams(temperature=0), PROMPT, 3)
+    sampler.join(0, Join("", PROMPT, 3, SamplingParams(temperature=0)))
     right = chain(sampler, 0, PROMPT, 3)
     logits = torch.stack([model(PROMPT + right[:i]) for i in range(3)])
     got = Verifier(sampler, Rejection())(logits, np.zeros(3, np.int64), np.arange(3, 6), np.array([right[0], 0, -1]))

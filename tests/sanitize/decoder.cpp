@@ -29,6 +29,7 @@ struct Model {
   bool bf16, dense;
   std::vector<std::vector<uint8_t>> weights;
   std::vector<std::unique_ptr<Values>> vectors;
+  std::vector<std::vector<float>> norms;
   std::vector<std::unique_ptr<minivllm_matrix>> matrices;
   std::vector<std::unique_ptr<minivllm_dense>> tiles;
 
@@ -36,6 +37,11 @@ struct Model {
     vectors.push_back(std::make_unique<Values>(bf16, count));
     for (int64_t i = 0; i < count; i++) vectors.back()->set(i, mean + scale * normal());
     return vectors.back()->bytes.data();
+  }
+  const float* norm(int64_t count) {
+    norms.emplace_back(count);
+    for (float& weight : norms.back()) weight = 1 + 0.1f * normal();
+    return norms.back().data();
   }
   const minivllm_matrix* matrix(int64_t outputs, int64_t inputs, int64_t halves = 0) {
     if (dense) {
@@ -73,28 +79,33 @@ int main(int argc, char** argv) {
     void* layout = minivllm_layout(kv_heads, size, block_size, kind);
     const int64_t num_blocks = (tokens + block_size - 1) / block_size;
     const size_t kv_bytes = num_blocks * kv_heads * minivllm_page_bytes(layout);
-    const bool qk_norm = draw(0, 1);
+    const bool qk_norm = draw(0, 1), post_norms = draw(0, 1), pre_norms = !post_norms || draw(0, 1);
+    const int64_t rotary_half = size / (draw(0, 1) ? 2 : 4), unrotated = draw(0, 1) ? draw(0, 2) : -1;
+    const int64_t table = tokens * rotary_half, window = draw(0, 1) * draw(1, 30);
+    const minivllm_product product = model.dense ? (minivllm_product)minivllm_dense_linear : minivllm_linear;
     std::vector<minivllm_layer> layers;
     for (int64_t i = 0; i < num_layers; i++)
-      layers.push_back({model.vector(hidden, 1, 0.1f), model.vector(hidden, 1, 0.1f),
-                        qk_norm ? model.vector((heads + kv_heads) * size, 1, 0.1f) : nullptr, model.matrix(width, hidden),
+      layers.push_back({pre_norms ? model.norm(hidden) : nullptr, pre_norms ? model.norm(hidden) : nullptr, post_norms ? model.norm(hidden) : nullptr,
+                        post_norms ? model.norm(hidden) : nullptr, qk_norm ? model.norm((heads + kv_heads) * size) : nullptr,
+                        i == unrotated ? nullptr : model.vector(table, 0, 0.5f),
+                        i == unrotated ? nullptr : model.vector(table, 0, 0.5f), model.matrix(width, hidden),
                         model.matrix(hidden, heads * size), model.matrix(2 * intermediate, hidden, 1),
-                        model.matrix(hidden, intermediate), nullptr, 0, {}});
-    minivllm_decoder decoder{layers.data(), model.vector(hidden, 1, 0.1f), model.vector(vocab * hidden, 0, 1),
-                             model.vector(tokens * size / 2, 0, 0.5f), model.vector(tokens * size / 2, 0, 0.5f),
-                             num_layers, hidden, heads, kv_heads, size, intermediate, kind, 1e-5f, 1e-6f,
-                             minivllm_best_path(), model.dense,
-                             model.dense ? (minivllm_product)minivllm_dense_linear : minivllm_linear, minivllm_attend,
-                             nullptr, parallel};
+                        model.matrix(hidden, intermediate), nullptr, i % 2, 0, {product, product, product, product}, {}});
+    const void* rows = model.vector(vocab * hidden, 0, 1);
+    minivllm_decoder decoder{layers.data(), model.norm(hidden), num_layers, hidden, heads, kv_heads, size, intermediate,
+                             kind, draw(0, 1), draw(0, 1), draw(0, 1), rotary_half, draw(0, 1), 1e-5f, draw(0, 1) ? 1.0f : 0.3f,
+                             draw(0, 1) ? 1.0f : 8.0f,
+                             minivllm_best_path(), model.dense, minivllm_attend, nullptr, parallel};
     std::vector<int64_t> ids(tokens), positions(tokens);
-    std::vector<int32_t> table(num_blocks), starts{0, int32_t(tokens)}, lens{int32_t(tokens)};
+    std::vector<int32_t> blocks(num_blocks), starts{0, int32_t(tokens)}, lens{int32_t(tokens)};
     for (int64_t i = 0; i < tokens; i++) {
       ids[i] = draw(0, vocab - 1);
       positions[i] = i;
     }
-    for (int64_t i = 0; i < num_blocks; i++) table[i] = i;
-    const minivllm_view view{int32_t(heads), 0, 1 / std::sqrt(float(size)), 0};
-    const minivllm_batch batch{starts.data(), lens.data(), table.data(), positions.data(), 1, int32_t(num_blocks),
+    for (int64_t i = 0; i < num_blocks; i++) blocks[i] = i;
+    const float scale = 1 / std::sqrt(float(size)), soft_cap = draw(0, 1) * 20;
+    const minivllm_view views[]{{int32_t(heads), 0, scale, soft_cap}, {int32_t(heads), int32_t(window), scale, soft_cap}};
+    const minivllm_batch batch{starts.data(), lens.data(), blocks.data(), positions.data(), 1, int32_t(num_blocks),
                                int32_t(tokens), int32_t(tokens)};
     std::vector<uint8_t> first;
     for (int threads : {1, 2, 4}) {
@@ -104,9 +115,9 @@ int main(int argc, char** argv) {
         std::memset(caches.back().get(), 0xff, kv_bytes);
         layer.kv = caches.back().get();
       }
-      void* plan = minivllm_plan(layout, &view, 1, &batch);
+      void* const plan = minivllm_plan(layout, views, 2, &batch);
       Values y(model.bf16, tokens * hidden);
-      minivllm_decode(&decoder, tokens, threads, ids.data(), positions.data(), plan, nullptr, y.bytes.data());
+      minivllm_decode(&decoder, tokens, threads, rows, ids.data(), positions.data(), &plan, nullptr, y.bytes.data());
       minivllm_plan_free(plan);
       for (int64_t i = 0; i < tokens * hidden; i++)
         if (!std::isfinite(y.get(i))) return std::printf("case %d, %d threads: not finite\n", c, threads), 1;

@@ -1,43 +1,13 @@
-import random
-
 import pytest
-from fakes import FakeEngine, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler.runs import LONGEST, engine_with, run_workload
 
 from minivllm.kv.base import KVUsage
-from minivllm.kv.manager import PagedKVManager
-from minivllm.kv.prefix import NoPrefix
 from minivllm.request import Request, SamplingParams
-from minivllm.scheduler.admission import AdmitAll, PredictedPeak, Watermark, peak_blocks
-from minivllm.scheduler.base import Limits
+from minivllm.scheduler.admission import AdmitAll, FullPrompt, PredictedPeak, Watermark, peak_blocks
 from minivllm.scheduler.phased import PhasedScheduler
 from minivllm.scheduler.unified import UnifiedScheduler
-
-LONGEST = 80
-
-
-def engine_of(scheduler, admission, num_blocks, block_size, budget=512, max_num_seqs=32):
-    engine = FakeEngine(num_blocks, LONGEST, **{"kv.block_size": block_size, "scheduler.max_num_seqs": max_num_seqs})
-    engine.kv = PagedKVManager(num_blocks, block_size, NoPrefix())
-    limits = Limits(max_num_seqs, budget, LONGEST, num_blocks * block_size)
-    chunks = scheduler is UnifiedScheduler
-    engine.scheduler = engine.core.scheduler = scheduler(engine.kv, limits, None, chunks, admission)
-    return engine
-
-
-def run_workload(engine, seed, num_requests=40):
-    rng = random.Random(seed)
-    wanted = {}
-    for i in range(num_requests):
-        prompt = [rng.randrange(100) for _ in range(rng.randrange(1, 40))]
-        max_tokens = rng.randrange(1, 40)
-        params = engine.add(str(i), prompt, max_tokens=max_tokens, min_tokens=max_tokens, ignore_eos=True)
-        wanted[str(i)] = oracle(prompt, params, LONGEST)
-        for _ in range(rng.randrange(5)):
-            engine.step()
-    assert engine.run() == wanted
-
 
 # --- predicted peak
 
@@ -99,7 +69,7 @@ def test_a_token_in_flight_counts_as_if_it_were_there():
 @pytest.mark.parametrize("budget", [7, 64, 512])
 def test_with_the_predicted_peak_nobody_is_ever_preempted(seed, block_size, budget):
     num_blocks = 160 // block_size
-    engine = engine_of(UnifiedScheduler, PredictedPeak(block_size, LONGEST), num_blocks, block_size, budget)
+    engine = engine_with(UnifiedScheduler, PredictedPeak(block_size, LONGEST), num_blocks, block_size, budget)
     run_workload(engine, seed)
     assert engine.core.stats.num_preempted == 0
 
@@ -107,7 +77,7 @@ def test_with_the_predicted_peak_nobody_is_ever_preempted(seed, block_size, budg
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("block_size", [1, 4])
 def test_with_the_predicted_peak_nobody_is_ever_preempted_in_phases_either(seed, block_size):
-    engine = engine_of(PhasedScheduler, PredictedPeak(block_size, LONGEST), 160 // block_size, block_size, 100)
+    engine = engine_with(PhasedScheduler, PredictedPeak(block_size, LONGEST), 160 // block_size, block_size, 100)
     run_workload(engine, seed)
     assert engine.core.stats.num_preempted == 0
 
@@ -115,7 +85,7 @@ def test_with_the_predicted_peak_nobody_is_ever_preempted_in_phases_either(seed,
 def test_without_it_the_same_workload_preempts():
     num_preempted = []
     for seed in range(6):
-        engine = engine_of(UnifiedScheduler, AdmitAll(), 160, 1)
+        engine = engine_with(UnifiedScheduler, AdmitAll(), 160, 1)
         run_workload(engine, seed)
         num_preempted.append(engine.core.stats.num_preempted)
     assert min(num_preempted) > 0
@@ -133,7 +103,7 @@ def test_the_predicted_peak_finishes_sooner_than_reserving_for_all_and_preempts_
     """Requests at different points of their lives do not reach their ends together."""
     num_steps = {}
     for admission in (PredictedPeak(1, LONGEST), ReserveForAll()):
-        engine = engine_of(UnifiedScheduler, admission, 160, 1)
+        engine = engine_with(UnifiedScheduler, admission, 160, 1)
         run_workload(engine, seed=0)
         assert engine.core.stats.num_preempted == 0
         num_steps[type(admission)] = engine.core.stats.num_steps
@@ -160,7 +130,7 @@ def test_a_preempted_request_counts_with_all_its_tokens():
 
 @pytest.mark.parametrize("scheduler", [UnifiedScheduler, PhasedScheduler])
 def test_under_a_watermark_each_step_that_admits_beside_others_leaves_it_free(scheduler):
-    engine = engine_of(scheduler, Watermark(0.2), 40, 4, budget=100)
+    engine = engine_with(scheduler, Watermark(0.2), 40, 4, budget=100)
     schedule = engine.scheduler.schedule
 
     def checked(now):
@@ -174,8 +144,33 @@ def test_under_a_watermark_each_step_that_admits_beside_others_leaves_it_free(sc
 
 
 def test_a_request_that_would_be_alone_is_always_admitted():
-    engine = engine_of(UnifiedScheduler, Watermark(1.0), 20, 4)
+    engine = engine_with(UnifiedScheduler, Watermark(1.0), 20, 4)
     engine.add("a", [1] * 60, max_tokens=3, min_tokens=3)
     engine.add("b", [1] * 60, max_tokens=3, min_tokens=3)
     engine.run()
     assert engine.core.stats.num_preempted == 0
+
+
+# --- the whole prompt
+
+
+def test_a_prompt_enters_only_if_all_of_it_finds_room_though_a_chunk_would():
+    new = Request("n", SamplingParams(max_tokens=10), [0] * 33, 33)
+    usage = KVUsage(num_total=10, num_free=2, block_size=16)
+    assert not FullPrompt().admits(new, 8, [running(20, 1, 10)], usage)
+    usage.num_free = 3
+    assert FullPrompt().admits(new, 8, [running(20, 1, 10)], usage)
+
+
+def test_who_comes_back_needs_room_for_what_it_has_said_too():
+    back = Request("b", SamplingParams(max_tokens=10), [0] * 33, 30, num_preemptions=1)
+    assert not FullPrompt().admits(back, 3, [running(20, 1, 10)], KVUsage(10, 2, block_size=16))
+
+
+def test_long_prompts_in_pieces_push_each_other_out_less():
+    num_preempted = {}
+    for admission in (AdmitAll(), FullPrompt()):
+        engine = engine_with(UnifiedScheduler, admission, 160, 1, budget=7)
+        run_workload(engine, seed=0)
+        num_preempted[type(admission)] = engine.core.stats.num_preempted
+    assert num_preempted[FullPrompt] < num_preempted[AdmitAll]

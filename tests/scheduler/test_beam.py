@@ -111,3 +111,15 @@ def test_beams_that_can_never_run_together_are_refused():
     with pytest.raises(NeverFits, match="3 beams of up to 17 tokens may need 51 KV slots"):
         engine.add_beams("b", PROMPT, BEAM)
     assert not engine.scheduler.requests and not engine.core.has_work
+
+
+@pytest.mark.parametrize("config", FORKS.values(), ids=FORKS)
+def test_a_beam_that_ends_while_it_waits_leaves_no_place(config):
+    beam = BeamSearchParams(beam_width=3, max_tokens=7)
+    for i in range(30):
+        disturbed = {"scheduler.max_num_seqs": 2, "debug.preempt_every": 2}
+        engine = FakeEngine(60, max_model_len=40, **{**config, **disturbed})
+        prompt = [i % 4, i // 4 % 4, 0, 1]
+        ids = engine.add_beams("b", prompt, beam)
+        engine.run()
+        assert {req_id: engine.tokens[req_id] for req_id in ids} == wanted(engine, ids, prompt, beam)

@@ -2,6 +2,7 @@ import random
 
 import pytest
 from fakes import FakeEngine, oracle
+from scheduler.runs import plans
 
 from minivllm.kv.contiguous import ContiguousKVManager, reserve_max, reserve_oracle, reserve_pow2
 from minivllm.kv.manager import PagedKVManager
@@ -34,15 +35,6 @@ def engine_of(scheduler=StaticScheduler, kv="paged", num_blocks=NUM_BLOCKS, max_
 def add(engine, req_id, num_prompt, max_tokens):
     prompt = [int(c, 36) for c in req_id] + [1] * (num_prompt - len(req_id))
     return engine.add(req_id, prompt, max_tokens=max_tokens, ignore_eos=True, min_tokens=max_tokens)
-
-
-def plans(engine, steps=10**6):
-    seen, schedule = [], engine.core.scheduler.schedule
-    engine.core.scheduler.schedule = lambda now: (plan := schedule(now), seen.append(dict(plan.num_tokens)))[0]
-    while engine.core.has_work and len(seen) < steps:
-        engine.step()
-    engine.core.scheduler.schedule = schedule
-    return seen
 
 
 def test_a_batch_is_decoded_to_its_last_request_before_the_next_one_begins():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from eventually import PATIENCE, eventually
 
 from minivllm.engine.core import EngineStats
 from minivllm.engine.metrics import Metrics
-from minivllm.engine.output import CompletionOutput, RequestOutput
+from minivllm.engine.output import CompletionOutput, RequestMetrics, RequestOutput
 from minivllm.serve.app import create_app
 from minivllm.serve.server import Server
 
@@ -37,11 +37,23 @@ class LetterTokenizer:
     def token_bytes(self, token_id):
         return chr(token_id).encode()
 
-    tool_template = None
+    tool_template = chat_template = None
+    special_tokens = {}
+    template_variables = frozenset()
 
     def apply_chat_template(self, messages, add_generation_prompt=True, continue_final_message=False, **kwargs):
         self.rendered = {"messages": messages, **kwargs}
         return "".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>" * add_generation_prompt
+
+
+MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>")
+
+
+class FillingTokenizer(LetterTokenizer):
+    """Knows StarCoder's tokens, beyond all letters."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [0x110000 + MARKS.index(text)] if text in MARKS else super().encode(text)
 
 
 class FakeEngine:
@@ -55,7 +67,11 @@ class FakeEngine:
     stalled = None
     dead_replicas = ()
     decisions = ()
-    config = SimpleNamespace(model=SimpleNamespace(path="fake"), scheduler=SimpleNamespace(max_num_seqs=2))
+    config = SimpleNamespace(
+        model=SimpleNamespace(path="fake"),
+        scheduler=SimpleNamespace(max_num_seqs=2, policy="fcfs"),
+        engine=SimpleNamespace(max_logprobs=20),
+    )
 
     def __init__(self):
         self.tokenizer = LetterTokenizer()
@@ -70,10 +86,13 @@ class FakeEngine:
         self.num_open = 0
         self.num_closed_early = 0
 
-    async def generate(self, prompt, params, request_id, *, priority=0, cache_salt="", output_kind="cumulative", **_):
-        self.calls.append(
-            SimpleNamespace(prompt=prompt, params=params, id=request_id, priority=priority, salt=cache_salt)
-        )
+    async def generate(
+        self, prompt, params, request_id, *, priority=0, cache_salt="", output_kind="cumulative", client="",
+        on_start=lambda metrics: None, **_,
+    ):  # fmt: skip
+        on_start(metrics := RequestMetrics(0.0))
+        call = {"prompt": prompt, "params": params, "id": request_id, "priority": priority}
+        self.calls.append(SimpleNamespace(**call, salt=cache_salt, client=client))
         self.num_open += 1
         finished = False
         try:
@@ -82,6 +101,7 @@ class FakeEngine:
                 if isinstance(item, BaseException):
                     raise item
                 if isinstance(item, str):
+                    metrics.num_generation_tokens += len(item)
                     text = item if output_kind == "delta" else text + item
                     finished = i == len(self.script) - 1
                     if output_kind != "final" or finished:
@@ -122,19 +142,12 @@ def serving(engine, metrics=None, names=("fake",), tls=None, **options):
     thread = threading.Thread(target=server.run_on, args=(listener,))
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(PATIENCE)
         yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "the server did not stop"
-
-
-def eventually(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.01)
 
 
 @pytest.fixture(name="serving", scope="session")
@@ -145,6 +158,16 @@ def serving_fixture():
 @pytest.fixture(name="eventually", scope="session")
 def eventually_fixture():
     return eventually
+
+
+@pytest.fixture(scope="session")
+def tiny_url():
+    """Of a server of random weights, called tiny, with a room of 256 tokens."""
+    from minivllm.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM("dummy:tiny", overrides={"kv.num_blocks": 64, "model.dtype": "float32"}, max_model_len=256)
+    with serving(engine, Metrics("tiny"), ("tiny",)) as url:
+        yield url
 
 
 @pytest.fixture

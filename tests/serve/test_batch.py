@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 
+import forked
 import pytest
 
 from minivllm.engine.metrics import Metrics
 from minivllm.errors import EngineDead, UserError
 from minivllm.serve import batch
 from minivllm.serve.generation import Service
-from minivllm.serve.tools.parsers import HermesParser
+from minivllm.serve.tools.formats.hermes import HermesParser
 
 HELLO = [{"role": "user", "content": "Hi"}]
 CHAT = {"messages": HELLO, "max_tokens": 5}
@@ -73,7 +72,7 @@ def test_each_endpoint_answers_as_the_server_does(fake_engine, files):
 @pytest.mark.parametrize(
     ("bad", "status", "text"),
     [
-        (line("x", {"messages": HELLO, "temprature": 1}), 400, 'Did you mean "temperature"?'),
+        (line("x", {"messages": HELLO, "temperature": "hot"}), 400, "temperature"),
         (line("x", {**CHAT, "model": "gpt"}), 404, "not served"),
         (line("x", {**CHAT, "stream": True}), 400, "stream"),
         (line("x", {**CHAT, "max_tokens": 1000}), 400, "context"),
@@ -94,9 +93,33 @@ def test_an_error_is_one_lines_own(fake_engine, files, bad, status, text):
         assert text in found["x"]["response"]["body"]["error"]["message"]
 
 
+NESTED = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        f'{{"custom_id": "x", "url": "/v1/completions", "body": {{"prompt": {NESTED}}}}}',
+        f'{{"body": {NESTED}, "other": {{"a": "]}}"}}, "custom_id": "x", "url": "/v1/completions"}}',
+    ],
+    ids=["after", "before"],
+)
+def test_a_line_that_is_nested_beyond_reading_gets_an_error_of_its_own(fake_engine, files, record):
+    source, target = files(line("a"), record, line("b"))
+    found = go(fake_engine, source, target)
+    assert [found[name]["response"]["status_code"] for name in "ab"] == [200, 200]
+    assert found["x"]["response"] is None and "recursion depth" in found["x"]["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("record", "text"),
-    [("{", "line 2"), ('{"url": "x"}', "custom_id"), (line("a"), "line 1 too"), ('{"custom_id": 5}', "line 2")],
+    [
+        ("{", "line 2"),
+        (NESTED, "line 2"),
+        ('{"url": "x"}', "custom_id"),
+        (line("a"), "line 1 too"),
+        ('{"custom_id": 5}', "line 2"),
+    ],
 )
 def test_a_file_whose_answers_could_not_be_told_apart_is_refused(files, record, text):
     source, _ = files(line("a"), record)
@@ -159,29 +182,63 @@ def test_the_output_is_one_runs_and_one_inputs(fake_engine, files):
         batch.Output(target)
 
 
+def test_a_disk_that_is_full_ends_the_run_and_keeps_whole_lines(fake_engine, files, monkeypatch):
+    write, room = os.write, [2000]
+
+    def until_full(fd, data):
+        room[0] -= (taken := write(fd, data[: room[0]]) if room[0] else 0)
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return taken
+
+    source, target = files(*(line(str(i)) for i in range(9)))
+    monkeypatch.setattr(batch.os, "write", until_full)
+    with pytest.raises(UserError, match="No space left on device.*the same command goes on"):
+        go(fake_engine, source, target, concurrency=1)
+    kept = results(target)
+    assert kept and room == [0]
+    monkeypatch.undo()
+    assert len(go(fake_engine, source, target)) == 9 and kept.items() <= results(target).items()
+
+
 def command(*args):
     options = ["--model", "dummy:tiny", "--set", "kv.num_blocks=128", "--max-model-len", "512", "--max-num-seqs", "2"]
-    return [sys.executable, "-m", "minivllm", "batch", *map(str, args), *options]
+    return ["-m", "minivllm", "batch", *map(str, args), *options]
+
+
+KILLED = """
+import os, runpy, signal, sys
+target, write, num_lines = sys.argv.pop(1), os.write, 0
+
+def until_killed(fd, data):
+    global num_lines
+    if not (os.path.exists(target) and os.path.samestat(os.fstat(fd), os.stat(target))):
+        return write(fd, data)
+    if num_lines == 2:
+        write(fd, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    num_lines += bytes(data).count(b"\\n")
+    return write(fd, data)
+
+os.write = until_killed
+runpy.run_module("minivllm", run_name="__main__", alter_sys=True)
+"""
 
 
 def test_a_killed_run_is_taken_up_by_the_same_command(files):
-    body = {"messages": HELLO, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    body = {"messages": HELLO, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     source, target = files(*(line(str(i), body) for i in range(12)), line("bad", {}))
-    run = subprocess.Popen(command(source, target, "--concurrency", 2), stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not (target.exists() and target.read_bytes().count(b"\n") >= 2):
-        assert time.monotonic() < deadline and run.poll() is None
-        time.sleep(0.005)
-    os.kill(run.pid, signal.SIGKILL)
-    run.communicate()
+    _, _, *args = command(source, target, "--concurrency", 2)
+    (script := target.with_name("killed.py")).write_text(KILLED)
+    run = forked.run(str(script), str(target), *args)
     kept = target.read_bytes()
-    assert kept.count(b"\n") < 13, "it was killed too late for this test"
-    done = subprocess.run(command(source, target), capture_output=True, text=True, timeout=120)
+    assert run.returncode == -signal.SIGKILL and kept.count(b"\n") == 2 and kept[-1:] != b"\n", "in the third line"
+    done = forked.run(*command(source, target))
     found = results(target)
     assert set(found) == {*(str(i) for i in range(12)), "bad"}
     assert target.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
     assert len({found[str(i)]["response"]["body"]["choices"][0]["message"]["content"] for i in range(12)}) == 1
     assert done.returncode == 1 and "answered: 13" in done.stderr
     assert "1 of them with an error" in done.stderr  # `bad` is one
-    again = subprocess.run(command(source, target), capture_output=True, text=True, timeout=60)
+    again = forked.run(*command(source, target))
     assert again.returncode == 1 and "13 of them before this run" in again.stderr

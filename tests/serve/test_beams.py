@@ -58,6 +58,13 @@ def test_two_prompts_have_n_beams_each(real):
     assert [c["text"] for c in both["choices"][2:]] == [c["text"] for c in second["choices"]]
 
 
+def test_each_prompts_beams_end_where_its_context_does(real):
+    prompts = [[7] * 250, [7] * 200]
+    status, reply = post(real.url, "completions", prompt=prompts, max_tokens=50, ignore_eos=True, return_token_ids=True)
+    assert status == 200
+    assert [len(choice["token_ids"]) for choice in reply["choices"]] == [6, 50]
+
+
 def test_a_conversation_has_beams_too(real):
     status, reply = post(real.url, "chat/completions", messages=HELLO, n=2, max_tokens=6, temperature=0, seed=3)
     first, second = (choice["message"]["content"] for choice in reply["choices"])

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from minivllm.cli import COMMANDS, bench, chapter
+from minivllm.cli.chat import parser as chat_parser
 from minivllm.config import VLLM_NAMES
 from minivllm.features import FEATURES
+from minivllm.serve.command import parser as serve_parser
+from minivllm.terminal import engine_options
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*args, code=0, stdin=None):
     done = subprocess.run(
-        [sys.executable, "-m", "minivllm", *args], capture_output=True, text=True, timeout=60, input=stdin
+        [sys.executable, "-m", "minivllm", *args], capture_output=True, text=True, timeout=250, input=stdin
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
@@ -27,6 +36,9 @@ LIGHT = (
     ["serve", "--help"],
     ["chat", "--help"],
     ["batch", "--help"],
+    ["bench"],
+    ["bench", "hots"],
+    ["chapter"],
     ["features"],
     ["serve", "--prt", "1"],
     ["serv"],
@@ -45,7 +57,7 @@ def test_help_features_and_wrong_flags_import_nothing_but_msgspec(args):
         "more = packages - {'minivllm'}\n"
         "sys.exit(f'imported {more}' if more else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", probe, *args], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", probe, *args], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
 
 
@@ -60,6 +72,7 @@ def test_help_lists_every_vllm_name_with_its_default():
     ("args", "right"),
     [
         (["sreve"], '"serve"'),
+        (["bench", "hots"], '"host"'),
         (["serve", "--max-model-length", "9"], '"--max-model-len"'),
         (["serve", "--prefix-caching"], '"--enable-prefix-caching"'),
         (["chat", "--modle", "x"], '"--model"'),
@@ -131,3 +144,58 @@ def test_features_as_json_is_the_feature_table():
 
 def test_version():
     assert run("version").startswith("minivllm ")
+
+
+def test_the_list_of_commands_has_a_line_for_each():
+    lines = run("--help").splitlines()
+    for name, (_, what) in COMMANDS.items():
+        assert f"  {name:10}{what}" in lines
+
+
+def test_the_console_command_is_the_module_and_calls_itself_by_its_name(tmp_path):
+    """What an installer writes for [project.scripts]: a file of that name that calls the function."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    (name,) = scripts
+    module, _, function = scripts[name].partition(":")
+    (tmp_path / name).write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    command = [sys.executable, str(tmp_path / name)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    for args, code, text in [
+        (["--help"], 0, "usage: minivllm <command>"),
+        (["serve", "--help"], 0, "usage: minivllm serve [MODEL] [options]"),
+        (["sreve"], 2, 'Did you mean "serve"?'),
+        (["serve", "--prt", "1"], 2, "All options: minivllm serve --help"),
+        (["serve", "no-such-model"], 1, 'model "no-such-model": no such file or folder'),
+    ]:
+        done = subprocess.run([*command, *args], capture_output=True, text=True, timeout=250, env=env, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        assert text in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [serve_parser, chat_parser])
+def test_the_model_is_an_argument_or_an_option(command):
+    parse = command("x").parse_args
+    for args in (["m"], ["--model", "m"], ["--seed", "1", "m"], ["m", "--model", "m"]):
+        assert engine_options(parse(args))["model"] == "m"
+    assert "model" not in engine_options(parse([]))
+    with pytest.raises(SystemExit):
+        engine_options(parse(["m", "--model", "n"]))
+    with pytest.raises(SystemExit):
+        parse(["m", "n"])
+
+
+def test_options_may_be_written_with_underscores_and_as_vllm_does():
+    parse = serve_parser("x").parse_args
+    args = parse(["--max_model_len", "9", "--served_model_name=a_b", "--structured-outputs-config.backend", "dfa"])
+    assert (args.max_model_len, args.served_model_name, args.guided_decoding_backend) == ("9", ["a_b"], "dfa")
+    with pytest.raises(SystemExit):
+        parse(["--max_model_lem", "9"])
+
+
+def test_without_the_repository_benchmarks_and_chapters_say_where_they_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    monkeypatch.setattr(chapter, "ROOT", tmp_path)
+    for command in (bench, chapter):
+        with pytest.raises(SystemExit) as exit:
+            command.main([])
+        assert exit.value.code == 1 and "are in minivllm's repository" in capsys.readouterr().err

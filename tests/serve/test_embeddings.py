@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
+from contextlib import contextmanager
 
 import httpx
 import numpy as np
 import openai
 import pytest
+import torch
+from eventually import PATIENCE
 from pooling.tiny import TEXTS, write_bert
+from steps import before_each_step
 
-from minivllm.engine.async_pooler import AsyncPooler
+from minivllm.engine.async_llm import AsyncLLM
 
 
 @pytest.fixture(scope="module")
 def pooler(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bert")
     write_bert(folder)
-    return AsyncPooler(str(folder), overrides={"executor.num_threads": 1})
+    return AsyncLLM(str(folder), overrides={"executor.num_threads": 1})
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,7 @@ def client(url):
 def cross(tmp_path_factory, serving):
     folder = tmp_path_factory.mktemp("cross")
     write_bert(folder, num_labels=1)
-    with serving(AsyncPooler(str(folder), overrides={"executor.num_threads": 1})) as url:
+    with serving(AsyncLLM(str(folder), overrides={"executor.num_threads": 1})) as url:
         yield url
 
 
@@ -66,6 +71,43 @@ def test_float_and_base64_are_the_same_numbers(client):
     reply = client.embeddings.create(model="tiny", input=TEXTS, encoding_format="base64")
     decoded = [np.frombuffer(base64.b64decode(item.embedding), "<f4") for item in reply.data]
     assert np.array_equal(decoded, as_float)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+def test_vectors_as_bytes_with_where_each_lies(url, client, path):
+    numbers = vectors(client, TEXTS)
+    for dtype, endianness, kind, atol in (
+        (None, None, "<f4", 0),
+        ("float16", "big", ">f2", 1e-3),
+        ("float32", "native", "=f4", 0),
+    ):
+        asked = {"input": TEXTS, "embed_dtype": dtype, "endianness": endianness}
+        reply = post(url, path, asked | {"encoding_format": "bytes"})
+        told = json.loads(reply.headers["metadata"])
+        assert reply.headers["content-type"] == "application/octet-stream" and told["model"] == "tiny"
+        assert [place["index"] for place in told["data"]] == list(range(len(TEXTS)))
+        assert {place["embed_dtype"] for place in told["data"]} == {dtype or "float32"}
+        parts = [reply.content[place["start"] : place["end"]] for place in told["data"]]
+        assert b"".join(parts) == reply.content and told["data"][0]["shape"] == [numbers.shape[1]]
+        np.testing.assert_allclose([np.frombuffer(part, kind) for part in parts], numbers, atol=atol, rtol=0)
+        bare = post(url, path, asked | {"encoding_format": "bytes_only"})
+        assert bare.content == reply.content and "metadata" not in bare.headers
+        encoded = post(url, path, asked | {"encoding_format": "base64"}).json()["data"]
+        assert [base64.b64decode(item.get("embedding") or item["data"]) for item in encoded] == parts
+
+
+def test_more_places_than_a_header_holds_are_a_400(url):
+    asked = {"input": [[5]] * 400, "encoding_format": "bytes"}
+    reply = post(url, "/v1/embeddings", asked)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "encoding_format"
+    assert len(post(url, "/v1/embeddings", asked | {"encoding_format": "bytes_only"}).content) % 400 == 0
+
+
+def test_vectors_before_their_last_step(url, client):
+    (unit,) = vectors(client, TEXTS[:1])
+    (raw,) = vectors(client, TEXTS[:1], extra_body={"use_activation": False})
+    assert np.linalg.norm(raw) > 2
+    np.testing.assert_allclose(raw / np.linalg.norm(raw), unit, atol=1e-6)
 
 
 def test_all_four_forms_of_input_mean_the_same(client, pooler):
@@ -97,7 +139,7 @@ BAD = [
     ({"input": "a", "dimensions": "many"}, "dimensions", "got"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
     ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ">= -1"),
-    ({"input": "a", "dimension": 3}, "dimension", 'Did you mean "dimensions"?'),
+    ({"input": "a", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "65; this model takes 64 tokens"),
     (b'{"input": [NaN]}', None, "not valid JSON"),
     (b"{", None, "not valid JSON"),
 ]
@@ -162,7 +204,7 @@ def test_equal_documents_keep_their_order(url):
         ("/rerank", {"query": "a", "documents": []}, "documents", "nothing to score"),
         ("/rerank", {"query": "a", "documents": ["a", ""]}, "documents", "empty"),
         ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n", ">= 0"),
-        ("/rerank", {"query": "a", "documents": [{"texts": "a"}]}, "documents[0].texts", "text"),
+        ("/rerank", {"query": "a", "documents": [{"texts": "a"}]}, "documents[0].text", "text"),
         ("/rerank", {"query": "a", "documents": ["the sea " * 100]}, "documents", "202 tokens"),
     ],
 )
@@ -183,6 +225,18 @@ def test_a_cross_encoder_scores_and_reranks_and_embeds_nothing(cross):
 
 
 GENERATING = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/load_lora_adapter"]
+
+
+def test_a_cross_encoders_scores_before_its_sigmoid(cross):
+    def scores(path, field, **asked):
+        reply = post(cross, path, {"query": TEXTS[0], **asked}).json()
+        return sorted(item[field] for item in (reply if isinstance(reply, list) else reply["results"]))
+
+    usual = np.array(scores("/rerank", "relevance_score", documents=TEXTS))
+    raw = np.array(scores("/rerank", "relevance_score", documents=TEXTS, use_activation=False))
+    np.testing.assert_allclose(1 / (1 + np.exp(-raw)), usual, atol=1e-6)
+    assert scores("/rerank", "score", texts=TEXTS, raw_scores=True) == raw.tolist()
+    assert scores("/rerank", "score", texts=TEXTS) == usual.tolist()
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -233,58 +287,50 @@ def test_metrics_count_texts_tokens_and_responses(client, url):
 
 
 def test_concurrent_requests_are_answered_alike_and_share_steps(url, pooler):
-    gate, run, steps = threading.Event(), pooler.engine.core.model.run, []
+    gate, steps = threading.Event(), []
 
-    def wait(texts):
-        steps.append(len(texts))
-        assert gate.wait(20)
-        return run(texts)
+    def wait(plan):
+        steps.append(len(plan.num_tokens))
+        assert gate.wait(PATIENCE)
 
-    pooler.engine.core.model.run = wait
     replies = [None] * 20
 
     def ask(i):
         replies[i] = post(url, "/v1/embeddings", {"input": TEXTS[i % len(TEXTS)]}).json()["data"][0]["embedding"]
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(20)]
-    try:
+    with before_each_step(pooler, wait):
         for thread in threads:
             thread.start()
-        while len(pooler._waiting) < 20:
+        while pooler.num_requests < 20:
             threading.Event().wait(0.01)
         gate.set()
         for thread in threads:
-            thread.join(20)
-    finally:
-        pooler.engine.core.model.run = run
-        gate.set()
+            thread.join(PATIENCE)
     assert sum(steps) == 20 and len(steps) <= 3  # the first alone, and those that came meanwhile
     wanted = post(url, "/v1/embeddings", {"input": TEXTS}).json()["data"]
     for i, reply in enumerate(replies):
         np.testing.assert_allclose(reply, wanted[i % len(TEXTS)]["embedding"], atol=1e-6)
 
 
-def test_numbers_that_are_not_finite_are_a_500_and_never_a_null(client, url, pooler):
-    run = pooler.engine.core.model.run
-    pooler.engine.core.model.run = lambda texts: np.full((len(texts), 48), np.nan, np.float32)
-    try:
+def test_numbers_that_are_not_finite_are_a_500_and_never_a_null(client, url, pooler, monkeypatch):
+    head = pooler._core.executor.worker.runner.head
+    with monkeypatch.context() as patched:
+        patched.setattr(head, "_pool", lambda hidden, lengths: torch.full((len(lengths), 48), torch.nan))
         reply = post(url, "/v1/embeddings", {"input": "a"})
-    finally:
-        pooler.engine.core.model.run = run
     assert reply.status_code == 500 and "not finite" in reply.json()["error"]["message"]
     assert vectors(client, "a").shape == (1, 48)
 
 
 def test_a_full_queue_is_a_429(pooler, tmp_path, serving, eventually):
     write_bert(tmp_path)
-    other = AsyncPooler(str(tmp_path), max_num_seqs=1, overrides={"executor.num_threads": 1})
-    gate, run = threading.Event(), other.engine.core.model.run
-    other.engine.core.model.run = lambda texts: gate.wait(20) and run(texts)
-    with serving(other, max_waiting=1) as url:
+    other = AsyncLLM(str(tmp_path), max_num_seqs=1, overrides={"executor.num_threads": 1})
+    gate = threading.Event()
+    with before_each_step(other, lambda plan: gate.wait(PATIENCE)), serving(other, max_waiting=1) as url:
         threads = [threading.Thread(target=post, args=(url, "/v1/embeddings", {"input": "a"})) for _ in range(2)]
         for thread in threads:
             thread.start()
-        eventually(lambda: len(other._waiting) == 2)
+        eventually(lambda: other.num_requests == 2)
         reply = post(url, "/v1/embeddings", {"input": "a"})
         gate.set()
         for thread in threads:
@@ -292,17 +338,24 @@ def test_a_full_queue_is_a_429(pooler, tmp_path, serving, eventually):
     assert (reply.status_code, reply.json()["error"]["code"]) == (429, "queue_full")
 
 
+@contextmanager
+def leaving(url, body):
+    """A client that has sent its request, and leaves at the end of the block."""
+    head = f"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+        client.sendall((head + body).encode())
+        yield
+
+
 def test_a_client_that_leaves_takes_its_texts_with_it(pooler, url, eventually):
-    gate, run, seen = threading.Event(), pooler.engine.core.model.run, []
-    pooler.engine.core.model.run = lambda texts: seen.append(len(texts)) or (gate.wait(20) and run(texts))
-    try:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, timeout=0.2)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/embeddings", json={"input": ["a", "b"]}, timeout=0.2)
-        eventually(lambda: not pooler._waiting)
-    finally:
+    gate, seen = threading.Event(), []
+    with before_each_step(pooler, lambda plan: seen.append(len(plan.num_tokens)) or gate.wait(PATIENCE)):
+        with leaving(url, '{"input": "a"}'):
+            eventually(lambda: seen)
+        eventually(lambda: not pooler.num_requests)
+        with leaving(url, '{"input": ["a", "b"]}'):
+            eventually(lambda: pooler.num_requests)
+        eventually(lambda: not pooler.num_requests)
         gate.set()
-        eventually(lambda: not pooler.engine.core.has_work)
-        pooler.engine.core.model.run = run
+        eventually(lambda: not pooler._core.has_work)
     assert seen == [1]

@@ -104,6 +104,35 @@ def test_a_forced_call_is_held_to_its_schema(fake, ask, choice, script):
     assert reply.stop_reason == "tool_use"
 
 
+def test_a_grammars_errors_name_the_field_of_this_endpoint(fake, ask):
+    """It is compiled once the request runs."""
+    ask(output_config={"format": {"type": "json_schema", "schema": CITY}})
+    ask(tools=[NOW, WEATHER], tool_choice={"type": "tool", "name": "weather"})
+    fields = [call.params.structured.field for call in fake.engine.calls]
+    assert fields == ["output_config.format.schema", "tools[1].input_schema"]
+
+
+def test_a_system_message_may_stand_among_the_others(fake, ask):
+    note = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    ask(messages=[*HELLO, note, *HELLO], system=[{"type": "text", "text": "You help."}])
+    assert [(m["role"], m["content"]) for m in rendered(fake)] == [
+        ("system", "You help."), ("user", "Hi"), ("system", "Be brief."), ("user", "Hi")
+    ]  # fmt: skip
+    passing = note | {"clear_at": "next_user_message"}
+    ask(messages=[*HELLO, passing])
+    assert [m["role"] for m in rendered(fake)] == ["user", "system"]
+    ask(messages=[*HELLO, passing, *HELLO])
+    assert [m["role"] for m in rendered(fake)] == ["user"]
+    with pytest.raises(anthropic.BadRequestError, match="texts alone"):
+        ask(messages=[*HELLO, {"role": "system", "content": [USE]}])
+
+
+def test_what_claude_code_tells_anthropics_accounts_is_not_shown_to_the_model(fake, ask):
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f2e3;"}
+    ask(system=[billing, {"type": "text", "text": "You help."}])
+    assert rendered(fake)[0]["content"] == "You help."
+
+
 def test_a_forced_call_that_is_cut_off_is_text(fake, ask):
     fake.engine.script = ['{"city": "Os']
     reply = ask(tools=[WEATHER], tool_choice={"type": "tool", "name": "weather"})
@@ -158,10 +187,13 @@ def test_count_tokens_counts_what_an_answer_is_charged(fake, client, ask):
         ({"messages": []}, "messages is empty"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1000}, "context"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking is not supported"),
-        ({"temprature": 1}, 'Did you mean "temperature"?'),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
          "messages[0].content[0].source is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": None}]}]},
+         "source: Expected object, got null"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "document", "source": None}]}]}]},
+         "source: Expected object, got null"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]},
          "messages[0].content[0].tool_use_id"),
         ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "no tool_result"),
@@ -195,24 +227,19 @@ def test_an_error_inside_a_stream_is_an_event(fake, ask):
     assert (told["type"], told["error"]["type"]) == ("error", "api_error")
 
 
-def test_a_real_engine_says_why_it_stopped(serving):
-    from minivllm.engine.async_llm import AsyncLLM
-    from minivllm.engine.metrics import Metrics
-
-    engine = AsyncLLM("dummy:tiny", overrides={"kv.num_blocks": 64, "model.dtype": "float32"}, max_model_len=256)
-    with serving(engine, Metrics("tiny"), ("tiny",)) as url:
-        client = anthropic.Anthropic(base_url=url, api_key="x", max_retries=0, timeout=60)
-        asked = {"model": "tiny", "messages": HELLO, "extra_body": {"temperature": 0}}
-        whole = client.messages.create(max_tokens=20, **asked)
-        assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 20)
-        text = whole.content[0].text
-        piece = next(text[i : i + 3] for i in range(1, len(text)) if text.index(text[i : i + 3]) > 0)
-        cut = client.messages.create(max_tokens=20, stop_sequences=[piece], **asked)
-        assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", piece)
-        assert cut.content[0].text == text[: text.index(piece)]
-        with client.messages.stream(max_tokens=20, stop_sequences=[piece], **asked) as stream:
-            assert stream.get_final_message().content[0].text == cut.content[0].text
-            assert stream.get_final_message().stop_sequence == piece
+def test_a_real_engine_says_why_it_stopped(tiny_url):
+    client = anthropic.Anthropic(base_url=tiny_url, api_key="x", max_retries=0, timeout=60)
+    asked = {"model": "tiny", "messages": HELLO, "extra_body": {"temperature": 0}}
+    whole = client.messages.create(max_tokens=20, **asked)
+    assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 20)
+    text = whole.content[0].text
+    piece = next(text[i : i + 3] for i in range(1, len(text)) if text.index(text[i : i + 3]) > 0)
+    cut = client.messages.create(max_tokens=20, stop_sequences=[piece], **asked)
+    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", piece)
+    assert cut.content[0].text == text[: text.index(piece)]
+    with client.messages.stream(max_tokens=20, stop_sequences=[piece], **asked) as stream:
+        assert stream.get_final_message().content[0].text == cut.content[0].text
+        assert stream.get_final_message().stop_sequence == piece
 
 
 def test_a_client_that_leaves_ends_its_request(fake, client, eventually):

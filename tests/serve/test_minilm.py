@@ -105,12 +105,11 @@ def test_one_command_serves_it(server):
 
 def test_it_embeds_what_it_chats_with_under_another_task():
     """The default model pools its last token, or the mean."""
-    from transformers import AutoModel
-
     from minivllm import LLM
     from minivllm.loading import resolve
+    from minivllm.runner.naive_worker import load_transformers
 
-    oracle = AutoModel.from_pretrained(resolve("smollm2-135m").tokenizer_dir, dtype=torch.float32).eval()
+    oracle = load_transformers(resolve("smollm2-135m"), torch.float32, torch.device("cpu"), 0).model
     texts = ["The sea is a place of wonder.", "2 + 2 = 4"]
     for pooling in ("last", "mean"):
         llm = LLM(task="embed", dtype="float32", pooling=pooling)

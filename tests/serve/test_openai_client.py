@@ -63,12 +63,13 @@ def test_a_chat_answer_has_openais_shape(chat):
     assert choice.logprobs is None
 
 
-def test_a_stream_is_role_then_text_then_ending(chat):
+def test_a_stream_is_role_then_text_and_the_last_token_says_why_it_ends(chat):
     chunks = list(chat(stream=True))
     first, *middle, last = chunks
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
     assert all(chunk.choices[0].delta.role is None and chunk.choices[0].delta.content for chunk in middle)
-    assert (last.choices[0].delta.content, last.choices[0].finish_reason) == (None, "length")
+    assert last.choices[0].delta.content and last.choices[0].finish_reason == "length"
+    assert {chunk.choices[0].finish_reason for chunk in middle} == {None}
     assert len({chunk.id for chunk in chunks}) == len({chunk.created for chunk in chunks}) == 1
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert all("usage" not in chunk.model_fields_set for chunk in chunks)
@@ -224,7 +225,7 @@ def test_a_streamed_completion_is_the_unstreamed_one(complete):
     text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
     assert text == complete("Once", max_tokens=40).choices[0].text
     assert chunks[-2].choices[0].finish_reason == "length"
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 40
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 40 == len(chunks) - 1
 
 
 def test_streamed_echo_with_logprobs_gives_every_choice_those_of_the_prompt(complete):
@@ -244,6 +245,14 @@ def test_streamed_token_ids_are_the_unstreamed_ones(chat, complete):
         assert first.prompt_token_ids == getattr(whole, "prompt_token_ids", None) or whole.choices[0].prompt_token_ids
 
 
+def test_each_chunk_of_a_completion_has_token_ids_if_they_are_asked_for(complete):
+    """vLLM's own test adds them up without a look."""
+    for fields in ({}, {"echo": True, "logprobs": 1}, {"stop": ["zzz"], "n": 2, "temperature": 1.0, "seed": 1}):
+        chunks = list(complete("Once", stream=True, extra_body={"return_token_ids": True}, **fields))
+        assert all(isinstance(c.token_ids, list) for chunk in chunks for c in chunk.choices)
+        assert any(c.token_ids == [] and c.prompt_token_ids for chunk in chunks for c in chunk.choices)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_legacy_logprobs_with_echo_cover_prompt_and_text(complete, stream):
     fields = {"extra_body": {"skip_special_tokens": False}, "stream": stream}
@@ -259,6 +268,7 @@ def test_legacy_logprobs_with_echo_cover_prompt_and_text(complete, stream):
     assert "".join(shown) == text and text.startswith("Once upon")
     assert [text[o : o + len(t)] for o, t in zip(offsets, shown, strict=True)] == shown
     assert values[0] is None and tops[0] is None
+    assert [next(iter(top)) for top in tops[1:]] == tokens[1:], "the token itself comes first, then the likeliest"
     assert all(value <= 0 for value in values[1:])
     assert all(token in top and len(top) in (2, 3) for token, top in list(zip(tokens, tops, strict=True))[1:])
 
@@ -305,7 +315,7 @@ def test_the_openapi_document_describes_every_endpoint_and_field(real):
     schemas = document["components"]["schemas"]
     chat = schemas["ChatRequest"]
     assert chat["required"] == ["messages"] and chat["additionalProperties"] is False
-    assert "no behaviour" in chat["properties"]["user"]["description"]
+    assert "Ignored" in chat["properties"]["user"]["description"]
     assert "Not supported" in chat["properties"]["functions"]["description"]
     assert all(f"#/components/schemas/{name}" in str(document) for name in ("ChatChunk", "ErrorBody"))
 

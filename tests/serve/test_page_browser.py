@@ -102,7 +102,7 @@ def ask(page, text="Hello"):
 
 
 def answered(page, number=1):
-    expect(page.locator("mv-answer:not([aria-busy])")).to_have_count(number, timeout=20_000)
+    expect(page.locator("mv-answer:not([aria-busy])")).to_have_count(number, timeout=60_000)
     return page.locator("mv-answer").nth(number - 1)
 
 

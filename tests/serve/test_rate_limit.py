@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from minivllm.serve.ledger import OwnBuckets
 from minivllm.serve.rate_limit import RateLimit, RateLimiter, client_of, parse
 
 
@@ -60,10 +61,11 @@ def test_over_a_long_time_no_client_gets_more_than_burst_and_rate(clock):
 
 
 def test_clients_have_buckets_of_their_own_and_the_table_is_bounded(clock):
-    limiter = RateLimiter(RateLimit(1.0, 1), clock, max_clients=3)
+    buckets = OwnBuckets(max_clients=3)
+    limiter = RateLimiter(RateLimit(1.0, 1), clock, buckets)
     assert [limiter.take(name) for name in "abc"] == [0, 0, 0]
     assert limiter.take("a") > 0 and limiter.take("d") == 0  # which forgets b, who came longest ago
-    assert len(limiter._buckets) == 3 and limiter.take("a") > 0 and limiter.take("b") == 0
+    assert len(buckets._of) == 3 and limiter.take("a") > 0 and limiter.take("b") == 0
 
 
 def test_an_ipv6_client_is_its_network():

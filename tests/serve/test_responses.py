@@ -13,6 +13,9 @@ WEATHER = {"type": "function", "name": "weather", "description": "The weather", 
 NOW = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 CALL_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Change files", "format": {"type": "text"}}
+TEXT = 'print("Hello")\n\u00e9'
+CALL_PATCH = f'<tool_call>{{"name": "apply_patch", "arguments": {json.dumps({"input": TEXT})}}}</tool_call>'
 CALLED = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Paris"}'}
 
 
@@ -131,6 +134,51 @@ def test_an_output_can_be_sent_back_as_input(fake, ask):
     assert [m["role"] for m in fake.engine.tokenizer.rendered["messages"]] == ["user", "assistant", "tool"]
 
 
+@pytest.mark.parametrize("letters", [False, True])
+def test_a_custom_tools_input_is_text(fake, ask, client, letters):
+    fake.engine.script = list(CALL_PATCH) if letters else [CALL_PATCH]
+    whole = ask(tools=[PATCH, WEATHER])
+    (call,) = whole.output
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", TEXT)
+    assert fake.engine.tokenizer.rendered["tools"][0]["function"]["parameters"]["required"] == ["input"]
+    with client.responses.stream(model="fake", input="Hi", tools=[PATCH, WEATHER]) as stream:
+        events = list(stream)
+    (delta,) = (event.delta for event in events if event.type == "response.custom_tool_call_input.delta")
+    (done,) = (event.input for event in events if event.type == "response.custom_tool_call_input.done")
+    assert delta == done == events[-1].response.output[0].input == TEXT
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    ask(input=[{"role": "user", "content": "Hi"}, *whole.output, result], tools=[PATCH])
+    _, called, tool = fake.engine.tokenizer.rendered["messages"]
+    assert json.loads(called["tool_calls"][0]["function"]["arguments"]) == {"input": TEXT}
+    assert (tool["role"], tool["content"], tool["tool_call_id"]) == ("tool", "done", call.call_id)
+
+
+@pytest.mark.parametrize(("written", "read"), [('{"input": "a b"}', "a b"), ('{"input": "a', '{"input": "a')])
+def test_a_custom_tool_may_be_forced(fake, ask, written, read):
+    """What is no input is shown as it is, such as a call that max_tokens has cut off."""
+    fake.engine.script = [written]
+    (call,) = ask(tools=[WEATHER, PATCH], tool_choice={"type": "custom", "name": "apply_patch"}).output
+    assert (call.type, call.input) == ("custom_tool_call", read)
+    assert fake.engine.calls[0].params.structured.field == "tools[1].parameters"
+    allowed = [{"type": "custom", "name": "apply_patch"}]
+    fake.engine.script = ['[{"name": "apply_patch", "parameters": {"input": "x"}}]']
+    choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
+    assert ask(tools=[WEATHER, PATCH], tool_choice=choice).output[0].input == "x"
+
+
+@pytest.mark.parametrize(
+    ("definition", "inside"),
+    [("a|b", "a|b"), ("^a|b$", "a|b"), (r"^\d+\$", r"\d+\$"), (r"a\\$", r"a\\"), ("(?P<x>a)+", "(?P<x>a)+")],
+)
+def test_a_custom_tools_grammar_is_the_pattern_of_its_input(fake, ask, definition, inside):
+    fake.engine.script = ['{"input": "a"}']
+    held = PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": definition}}
+    (call,) = ask(tools=[WEATHER, held], tool_choice={"type": "custom", "name": "apply_patch"}).output
+    structured = fake.engine.calls[-1].params.structured
+    assert (call.input, structured.field) == ("a", "tools[1].format.definition")
+    assert json.loads(structured.json)["properties"] == {"input": {"type": "string", "pattern": f"^(?:{inside})$"}}
+
+
 @pytest.mark.parametrize(
     ("form", "kind"),
     [({"type": "json_schema", "name": "x", "schema": CITY}, "json"), ({"type": "json_object"}, "json_object")],
@@ -146,29 +194,27 @@ def test_a_format_holds_the_answer(fake, ask, form, kind):
         ({"input": []}, "input"),
         ({"input": "x" * 200}, "input"),
         ({"max_output_tokens": 1000}, "max_output_tokens"),
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"include": ["message.thoughts"]}, "include[0]"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{**WEATHER, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"temperature": -1}, "temperature"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
          "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}}]},
+         "tools[0].format.syntax"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c9", "name": "x"}]}, "input[0].input"),
         ({"input": [{"type": "function_call_output", "call_id": "c9", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call", "call_id": "c9", "name": "x"}]}, "input[0].arguments"),
-        ({"imput": "x"}, "imput"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(fake, fields, param):
@@ -188,16 +234,11 @@ def test_an_error_inside_a_stream_is_an_event(fake, ask):
     assert last.type == "error" and "internal error" in last.message and last.sequence_number == 5
 
 
-def test_an_answer_that_is_cut_off_is_incomplete(serving):
-    from minivllm.engine.async_llm import AsyncLLM
-    from minivllm.engine.metrics import Metrics
-
-    engine = AsyncLLM("dummy:tiny", overrides={"kv.num_blocks": 64, "model.dtype": "float32"}, max_model_len=256)
-    with serving(engine, Metrics("tiny"), ("tiny",)) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=60)
-        asked = {"model": "tiny", "input": "Grüße 🙂", "max_output_tokens": 30, "temperature": 0}
-        whole = client.responses.create(**asked)
-        assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-        assert whole.output[0].status == "incomplete" and whole.usage.output_tokens == 30
-        *_, last = client.responses.create(stream=True, **asked)
-        assert last.type == "response.incomplete" and last.response.output_text == whole.output_text
+def test_an_answer_that_is_cut_off_is_incomplete(tiny_url):
+    client = openai.OpenAI(base_url=f"{tiny_url}/v1", api_key="x", max_retries=0, timeout=60)
+    asked = {"model": "tiny", "input": "Grüße 🙂", "max_output_tokens": 30, "temperature": 0}
+    whole = client.responses.create(**asked)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.output[0].status == "incomplete" and whole.usage.output_tokens == 30
+    *_, last = client.responses.create(stream=True, **asked)
+    assert last.type == "response.incomplete" and last.response.output_text == whole.output_text

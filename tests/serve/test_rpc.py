@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from eventually import PATIENCE
+from steps import held_after
 
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
 from minivllm.errors import ConfigError
 from minivllm.serve.app import create_app
-from minivllm.serve.rate_limit import RateLimit
+from minivllm.serve.connections import ConnectionLimits
+from minivllm.serve.deadline import Deadlines
+from minivllm.serve.errors import ApiError
+from minivllm.serve.keys import Keys
+from minivllm.serve.limits import Limits
+from minivllm.serve.proxies import TrustedProxies
+from minivllm.serve.rate_limit import RateLimit, RateLimiter
 from minivllm.serve.rpc import available, schema
 from minivllm.serve.rpc.schema import SERVICE, message
-from minivllm.serve.rpc.server import GrpcServer, address_of
+from minivllm.serve.rpc.server import GrpcServer, address_of, let_in
 from minivllm.serve.server import Server
 
 grpc = pytest.importorskip("grpc")
@@ -43,7 +53,7 @@ class Running:
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.thread = threading.Thread(target=self.server.run_on, args=(listener,))
         self.thread.start()
-        assert ready.wait(20)
+        assert ready.wait(PATIENCE)
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.grpc.port}")
         self.generate = self.channel.unary_stream(
             f"/{SERVICE}/Generate",
@@ -53,7 +63,7 @@ class Running:
 
     def stop(self):
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(PATIENCE)
         self.channel.close()
         assert not self.thread.is_alive(), "the server did not stop"
 
@@ -137,12 +147,14 @@ def test_what_is_wrong_is_refused_with_its_code(running, request_, code, told):
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_a_call_that_ends_early_frees_its_requests(running, eventually, how):
     long = ask("x", stream=True, max_tokens=2000, ignore_eos=True)
-    call = running.generate(long, timeout=0.3 if how == "deadline" else None)
-    next(call)
-    assert running.engine.stats.num_running == 1
-    if how == "cancel":
-        call.cancel()
-    assert failure(call)[0].name in ("CANCELLED", "DEADLINE_EXCEEDED")
+    with held_after(running.engine, 3) as go_on:
+        call = running.generate(long, timeout=1.0 if how == "deadline" else None)
+        if how == "cancel":
+            next(call)
+            assert running.engine.stats.num_running == 1
+            call.cancel()
+        assert failure(call)[0].name == {"cancel": "CANCELLED", "deadline": "DEADLINE_EXCEEDED"}[how]
+        go_on.set()
     eventually(lambda: running.engine.stats.num_running == 0 and running.engine.stats.kv_usage == 0)
     assert running.app.state.service.num_open == 0
 
@@ -184,6 +196,24 @@ def test_keys_and_limits_are_those_of_http():
         running.stop()
 
 
+def test_a_call_that_takes_longer_than_the_server_allows_ends():
+    late = threading.Event()
+
+    async def sleep(seconds):
+        while not late.is_set():
+            await asyncio.sleep(0.005)
+
+    running = Running(deadlines=Deadlines(30.0, sleep=sleep))
+    try:
+        call = running.generate(ask("x", stream=True, max_tokens=2000, ignore_eos=True))
+        next(call)
+        late.set()
+        code, told = failure(call)
+        assert (code.name, told) == ("DEADLINE_EXCEEDED", "the request was not done within 30 s (--request-timeout)")
+    finally:
+        running.stop()
+
+
 def test_a_server_that_ends_tells_its_calls():
     running = Running()
     call = running.generate(ask("x", stream=True, max_tokens=2000, ignore_eos=True))
@@ -191,7 +221,7 @@ def test_a_server_that_ends_tells_its_calls():
     stopping = threading.Thread(target=running.stop)
     stopping.start()
     code, told = failure(call)
-    stopping.join(20)
+    stopping.join(PATIENCE)
     assert (code.name, told) == ("UNAVAILABLE", "the server is shutting down")
 
 
@@ -211,8 +241,45 @@ def test_without_the_extra_it_is_refused_by_name(monkeypatch):
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(running):
     command = [sys.executable, "-m", "minivllm.serve", "--model", "dummy:tiny", "--port", "0", "--grpc-port"]
-    done = subprocess.run([*command, str(running.grpc.port)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, str(running.grpc.port)], capture_output=True, text=True, timeout=250)
     assert done.returncode == 1 and "in use" in done.stderr and "Loading" not in done.stdout
+
+
+@pytest.mark.parametrize(("trusted", "wanted"), [([], [True, False]), (["127.0.0.1"], [True, True])])
+def test_a_trusted_proxy_says_for_whom_it_calls(trusted, wanted):
+    service = SimpleNamespace(limits=Limits(RateLimiter(RateLimit(1e-9, 1))))
+    state = SimpleNamespace(keys=Keys(), service=service, proxies=TrustedProxies(trusted))
+    told = []
+    for client in ("192.0.2.1", "192.0.2.2"):
+        try:
+            told.append(bool(let_in(state, {"x-forwarded-for": client}, "ipv4:127.0.0.1:5000")))
+        except ApiError:
+            told.append(False)
+    assert told == wanted
+
+
+def test_connections_are_bounded_as_those_of_http(fake_engine):
+    app = create_app(fake_engine, Metrics("fake"), ["fake"], connection_limits=ConnectionLimits(2, 2))
+    server = GrpcServer(app, "127.0.0.1", 0)
+
+    async def main():
+        app.state.closing = asyncio.get_running_loop().create_future()
+        told = []
+        async with server.running():
+            for _ in range(4):
+                reader, _ = held = await asyncio.open_connection("127.0.0.1", server.port)
+                connections.append(held)
+                told.append(bool(await reader.read(100)))  # HTTP/2's settings, or the end
+        return told
+
+    connections = []
+    assert asyncio.run(main()) == [True, True, False, False]
+
+
+def test_no_page_gets_an_answer_from_its_port(running):
+    """Which is why no name is checked there (browsers.py): what a browser speaks without TLS is not understood."""
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.post(f"http://127.0.0.1:{running.grpc.port}/{SERVICE}/Generate", json={}, timeout=20)
 
 
 @pytest.mark.parametrize(

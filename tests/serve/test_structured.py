@@ -21,9 +21,14 @@ PERSON = {
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
 WAYS = {
     "response_format": {"response_format": SCHEMA_FORMAT},
+    "llama.cpp's schema without a name": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": PERSON}}
+    },
     "structured_outputs": {"extra_body": {"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}}},
     "schema as text": {"extra_body": {"structured_outputs": {"json": json.dumps(PERSON)}}},
     "guided_json": {"extra_body": {"guided_json": PERSON}},
+    "llama.cpp's json_schema": {"extra_body": {"json_schema": PERSON}},
+    "llama.cpp's response_format": {"extra_body": {"response_format": {"type": "json_object", "schema": PERSON}}},
 }
 
 
@@ -80,7 +85,7 @@ def test_vllms_fields_in_completions(real):
     for fields in ({"structured_outputs": {"choice": ["red", "green"]}}, {"guided_choice": ["red", "green"]}):
         assert set(complete(**fields)) <= {"red", "green"}
     grammar = 'root ::= ("x" | "y") "z"'
-    for fields in ({"structured_outputs": {"grammar": grammar}}, {"guided_grammar": grammar}):
+    for fields in ({"structured_outputs": {"grammar": grammar}}, {"guided_grammar": grammar}, {"grammar": grammar}):
         assert set(complete(**fields)) <= {"xz", "yz"}
 
 
@@ -94,6 +99,9 @@ def test_vllms_fields_in_completions(real):
         ),
         ({"extra_body": {"guided_regex": "(a"}}, "guided_regex", "without its"),
         ({"extra_body": {"guided_grammar": "root ::= nothing"}}, "guided_grammar", "grammar: "),
+        ({"extra_body": {"grammar": "root ::= nothing"}}, "grammar", "grammar: "),
+        ({"response_format": {"type": "text", "schema": PERSON}}, "response_format.schema", "json_object"),
+        ({"response_format": SCHEMA_FORMAT | {"schema": PERSON}}, "response_format.schema", "json_object"),
         ({"extra_body": {"structured_outputs": {"json": {"not": {}}}}}, "structured_outputs", "not"),
     ],
 )
@@ -103,3 +111,13 @@ def test_what_cannot_be_compiled_is_a_400_with_the_reason(chat, fields, param, w
         chat(**fields, stream=stream)
     assert e.value.body["param"] == param
     assert chat().choices, "the server goes on"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_is_too_slow_ends_its_request_with_the_reason(chat, stream, monkeypatch):
+    monkeypatch.setattr("minivllm.sampling.grammar_mask.TOKEN_SECONDS", -1)  # whatever a mask takes is too much
+    with pytest.raises(openai.APIError, match="response_format.*the grammar is too slow: a token took") as e:
+        list(chat(response_format=SCHEMA_FORMAT, stream=True)) if stream else chat(response_format=SCHEMA_FORMAT)
+    assert stream or e.value.status_code == 400
+    monkeypatch.undo()
+    assert chat(response_format=SCHEMA_FORMAT).choices

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minivllm import cli_chat
+from minivllm.cli import chat
 from minivllm.errors import BadRequest
 
 
@@ -45,7 +45,7 @@ def talk(monkeypatch, capsys):
 
         monkeypatch.setattr("builtins.input", read)
         model = model or Echo()
-        cli_chat.converse(model, system)
+        chat.converse(model, system)
         return SimpleNamespace(model=model, text=capsys.readouterr().out)
 
     return talk
@@ -96,7 +96,7 @@ def test_a_question_that_cannot_be_answered_is_taken_back(talk):
 
 def run_chat(url, text, *args):
     command = [sys.executable, "-m", "minivllm", "chat", "--url", url, *args]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=250)
 
 
 def test_chat_with_a_server_streams_its_answer(fake):
@@ -117,7 +117,7 @@ def test_chat_with_a_server_shows_its_errors_and_goes_on(fake):
 def test_leaving_an_answer_of_a_server_ends_its_request(fake, eventually):
     gate = threading.Event()
     fake.engine.script = ["a", gate]
-    model = cli_chat.RemoteModel(fake.url, {}, None, None)
+    model = chat.RemoteModel(fake.url, {}, None, None)
     answer = model.answer([{"role": "user", "content": "x"}])
     try:
         assert [next(answer), next(answer)] == ["", "a"]
@@ -130,6 +130,6 @@ def test_leaving_an_answer_of_a_server_ends_its_request(fake, eventually):
 
 def test_what_python_takes_for_a_line_end_may_be_in_an_answer(fake):
     fake.engine.script = ["a\u2028b", "\x85", "\x0b\x1cc\n"]
-    model = cli_chat.RemoteModel(fake.url, {"max_tokens": 9}, None, None)
+    model = chat.RemoteModel(fake.url, {"max_tokens": 9}, None, None)
     assert "".join(model.answer([{"role": "user", "content": "Hi"}])) == "a\u2028b\x85\x0b\x1cc\n"
     model.close()

@@ -34,7 +34,7 @@ def test_a_prompts_tokens_are_those_that_completions_sees(real, text):
     if text:
         _, answer = post(real, "/v1/completions", prompt=text, max_tokens=1, return_token_ids=True)
         assert answer["choices"][0]["prompt_token_ids"] == found["tokens"]
-    assert post(real, "/detokenize", tokens=found["tokens"]) == (200, {"prompt": text})
+    assert post(real, "/detokenize", tokens=found["tokens"]) == (200, {"prompt": text, "content": text})
 
 
 def test_a_conversations_tokens_are_those_that_chat_sees(real):
@@ -45,9 +45,22 @@ def test_a_conversations_tokens_are_those_that_chat_sees(real):
         assert found["tokens"] == answer["prompt_token_ids"]
 
 
-def test_token_strings_are_each_tokens_text(real):
-    _, found = post(real, "/tokenize", prompt="Hello there", return_token_strs=True)
-    assert len(found["token_strs"]) == found["count"] and "".join(found["token_strs"]) == "Hello there"
+def test_token_strings_are_those_of_the_vocabulary(real):
+    """As vLLM has them, whose endpoint gives what transformers' convert_ids_to_tokens does."""
+    _, found = post(real, "/tokenize", prompt="Hello there é", return_token_strs=True)
+    assert len(found["token_strs"]) == found["count"] and "".join(found["token_strs"]) == "HelloĠthereĠÃ©"
+
+
+def test_token_strings_are_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    from minivllm.engine.tokenizer import TextTokenizer
+    from minivllm.loading.dummy import write_tokenizer
+
+    write_tokenizer(tmp_path, 320)
+    ids = list(range(320))
+    wanted = AutoTokenizer.from_pretrained(tmp_path).convert_ids_to_tokens(ids)
+    assert [TextTokenizer.load(tmp_path).token_str(token) for token in ids] == wanted
 
 
 def test_special_tokens_are_added_to_prompts_unless_told_otherwise(fake, monkeypatch):
@@ -68,6 +81,7 @@ def test_special_tokens_are_added_to_prompts_unless_told_otherwise(fake, monkeyp
         ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
         ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
         ("/tokenize", {"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"prompt": "a", "chat_template": "{{ 1 }}"}, "chat_template"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/detokenize", {"tokens": [2**40]}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),

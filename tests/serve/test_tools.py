@@ -210,6 +210,7 @@ def function(**fields):
 
 
 CALLED = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "now", "arguments": "{}"}}]}
+CHOICE = {"extra_body": {"guided_choice": ["a"]}}
 BAD = [
     ({"tool_choice": named("wether")}, "tool_choice.function.name", 'Did you mean "weather"?'),
     ({"tool_choice": "auto", "tools": None}, "tool_choice", "needs tools"),
@@ -225,7 +226,6 @@ BAD = [
     ({"tools": function(name="a b")}, "tools[0].function.name", "matching"),
     ({"tools": function(parameters=[])}, "tools[0].function.parameters", "object"),
     ({"tools": function(parameters={"type": "string"})}, "tools[0].function.parameters", "object"),
-    ({"tools": function(paramters={})}, "tools[0].function.paramters", 'Did you mean "parameters"?'),
     ({"tools": function() + function()}, "tools[1].function.name", "two tools"),
     ({"functions": [{"name": "f"}]}, "functions", "replaced it by tools"),
     ({"function_call": "auto"}, "function_call", "tool_choice"),
@@ -240,14 +240,18 @@ BAD = [
 ]  # fmt: skip
 
 
-def test_a_form_for_the_answer_goes_with_tools_that_are_not_called(ask, fake):
-    for form in ({"response_format": {"type": "json_object"}}, {"extra_body": {"guided_choice": ["a"]}}):
-        assert ask("{}", tool_choice="none", **form).choices[0].message.content == "{}"
-        assert fake.engine.calls[-1].params.structured is not None
-        for choice in ("auto", "required", named("now")):
-            with pytest.raises(openai.BadRequestError) as caught:
-                ask("{}", tool_choice=choice, **form)
-            assert caught.value.param in ("response_format", "guided_choice") and "no calls" in caught.value.message
+def test_a_form_for_the_answer_goes_with_tools(ask, fake):
+    """An answer follows it, a call need not: a call that is forced follows its own schema alone."""
+    for form, kind in (({"response_format": {"type": "json_object"}}, "json_object"), (CHOICE, "choice")):
+        asked = {}
+        for choice in ("none", "auto", "required"):
+            ask("{}", tool_choice=choice, **form)
+            asked[choice] = fake.engine.calls[-1].params.structured
+        assert asked["none"].kind == asked["auto"].kind == kind and asked["required"].kind == "json"
+        assert [bool(asked[choice].calls) for choice in asked] == [False, True, False]
+        assert ask("{}", tool_choice="auto", **form).choices[0].message.content == "{}"
+        called = ask('<tool_call>{"name": "now", "arguments": {}}</tool_call>', tool_choice="auto", **form).choices[0]
+        assert called.message.tool_calls[0].function.name == "now"
 
 
 @pytest.mark.parametrize(("fields", "param", "text"), BAD)
@@ -276,7 +280,7 @@ def test_a_named_function_is_called_with_the_whole_text_as_its_arguments(ask, fa
 def test_a_named_functions_arguments_stream_as_they_come(ask):
     chunks = list(ask(list('{"city": "Rome"}'), tool_choice=named("weather"), stream=True))
     assert add_up(chunks) == ("", [("weather", '{"city": "Rome"}')], "tool_calls")
-    assert len(chunks) == 1 + 1 + 16 + 1  # role, name, each letter, ending
+    assert len(chunks) == 1 + 1 + 16  # role, name, each letter
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,12 +4,15 @@ itself, cannot but write one."""
 from __future__ import annotations
 
 import json
+import re
 
+import httpx
 import jsonschema
 import openai
 import pytest
 
-from minivllm.serve.protocol import ChatRequest, parse
+from minivllm.serve.bodies import parse
+from minivllm.serve.protocol import ChatRequest
 from minivllm.serve.tools.ask import asked, enforced
 
 WEATHER = {
@@ -164,6 +167,22 @@ def test_a_schema_that_refers_to_itself_is_followed_among_others(ask, client):
     assert calls and all(is_valid(json.loads(c.arguments), TREE) for c in calls if c.name == "tree")
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_beside_tools_follows_its_schema_or_is_a_call(ask, client, seed):
+    city = {"type": "object", "properties": {"name": {"enum": ["Rome", "Paris"]}}, "required": ["name"]}
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": city}}
+    asked = {"tools": tools("now"), "tool_choice": "auto", "response_format": form, "seed": seed}
+    message = ask(**asked).choices[0].message
+    assert message.tool_calls or is_valid(json.loads(message.content), city)
+    url = str(client.base_url).removesuffix("/v1/")
+    call = httpx.post(f"{url}/tokenize", json={"prompt": "<tool_call>", "add_special_tokens": False}).json()["tokens"]
+    wanting = {"logit_bias": dict.fromkeys(call, 100), "parallel_tool_calls": False}  # a model that wants to call
+    choice = ask(**asked, **wanting).choices[0]
+    (called,) = choice.message.tool_calls
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert (called.function.name, called.function.arguments) == ("now", "{}")
+
+
 def test_a_schema_that_is_none_is_a_400_that_names_its_place(ask):
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}}}]
     for choice, param in ((named("f"), "tools[0].function.parameters"), ("required", "tools")):
@@ -184,3 +203,17 @@ def test_each_of_n_choices_has_its_own_calls(ask, stream):
         for part in choice.delta.tool_calls or ():
             arguments[choice.index] += part.function.arguments
     assert all(isinstance(json.loads(text), dict) for text in arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("definition", "fits"), [("^[a-c]{3}|[0-9]{2}$", r"[a-c]{3}|[0-9]{2}"), ("(é|z){2}", "[éz]{2}")]
+)
+def test_a_forced_custom_tool_writes_what_its_grammar_has(client, definition, fits):
+    asks = {"model": "fake", "input": "Hi", "max_output_tokens": 200, "extra_body": {"seed": 5}}
+    held = {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "regex", "definition": definition}}
+    (call,) = client.responses.create(**asks, tools=[held], tool_choice="required").output
+    assert call.type == "custom_tool_call" and re.fullmatch(fits, call.input), call
+    held["format"]["definition"] = "(a"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**asks, tools=[held], tool_choice={"type": "custom", "name": "f"})
+    assert refused.value.param == "tools[0].format.definition"

@@ -9,41 +9,80 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minivllm.serve.protocol import Function
 from minivllm.serve.tools import TOOL_PARSERS
 from minivllm.serve.tools.answer import ToolAnswer
+from minivllm.serve.tools.ask import ToolUse
+from minivllm.serve.tools.forms import Writing
 from minivllm.serve.tools.parsers import ArgumentsParser, ArrayParser
 from minivllm.serve.tools.reader import Arguments, CallBegin, CallEnd, Content
 
-NAMES = ("get_weather", "add", "now")
-ARGUMENTS = st.dictionaries(
-    st.text(max_size=5),
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-        max_leaves=6,
-    ),
-    max_size=4,
+PROPERTIES = {
+    "city": {"type": "string"},
+    "days": {"type": ["integer", "null"]},
+    "scale": {"type": "number"},
+    "hourly": {"type": "boolean"},
+    "tags": {"type": "array"},
+    "place": {"$ref": "#/$defs/place"},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
+FUNCTIONS = {
+    "get_weather": {"type": "object", "properties": PROPERTIES, "$defs": {"place": {"type": "object"}}},
+    "add": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    "now": {},
+}
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
 )
-CALLS = st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3)
-PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "add"', '"add"', *'ab<{}[]";, \n']
+ARGUMENTS = st.dictionaries(st.text(max_size=5), ANYTHING, max_size=4)
+CALLS = st.lists(st.tuples(st.sampled_from(sorted(FUNCTIONS)), ARGUMENTS), min_size=1, max_size=3)
+# For formats that write a value as plain text or Python: arguments of the types that the schema has.
+TYPED = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": st.text() | st.sampled_from(["5", "null", "{}", "</b>", "<parameter", '"', "a\n\nb", "\n", " x "]),
+        "days": st.integers() | st.none(),
+        "scale": st.floats(allow_nan=False, allow_infinity=False),
+        "hourly": st.booleans(),
+        "tags": st.lists(ANYTHING, max_size=3),
+        "place": st.dictionaries(st.text(max_size=5), ANYTHING, max_size=3),
+        "note": st.none() | st.sampled_from(["Grüße <b>", "a, (b)=[c", 'it\'s "so"']),
+    },
+)
+CALL = st.tuples(st.just("get_weather"), TYPED) | st.just(("now", {})) | st.just(("add", {"a": -5}))
+TYPED_CALLS = st.lists(CALL, min_size=1, max_size=3)
+PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=", "<｜tool▁calls▁begin｜>"]
+PIECES += ["<|tool_call|>", "<|action_start|>", "functools", "Action:", "<|START_ACTION|>", "```json", "[add("]
+PIECES += ['{"name": "add"', '"add"', *'ab<{}[]";, \n']
 WORDS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+PLAIN = WORDS.map(lambda text: re.sub(r"[<\[]|functools|Action:", "", text))
 
 
 def dumps(value, **kwargs):
     return json.dumps(value, ensure_ascii=False, **kwargs)
 
 
+def objects(calls, name="name", arguments="arguments", **kwargs):
+    return [dumps({name: n, arguments: a}, **kwargs) for n, a in calls]
+
+
+def listed(calls, *keys):
+    return f"[{', '.join(objects(calls, *keys))}]"
+
+
 def hermes(calls, before, after):
-    written = [f"<tool_call>\n{dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls]
+    written = [f"<tool_call>\n{call}\n</tool_call>" for call in objects(calls)]
     return before + "\n".join(written) + after
 
 
 def llama(calls, before, after):
-    return "; ".join(dumps({"name": n, "parameters": a}, indent=1) for n, a in calls)
+    return "; ".join(objects(calls, "name", "parameters", indent=1))
 
 
 def mistral(calls, before, after):
-    return before + "[TOOL_CALLS] " + dumps([{"name": n, "arguments": a} for n, a in calls]) + after
+    return before + "[TOOL_CALLS] " + listed(calls) + after
 
 
 def mistral_v11(calls, before, after):
@@ -51,20 +90,130 @@ def mistral_v11(calls, before, after):
 
 
 def array(calls, before, after):
-    return dumps([{"name": n, "parameters": a} for n, a in calls])
+    return listed(calls, "name", "parameters")
 
 
-FORMATS = {
+def granite(calls, before, after):
+    return f"{before}<|tool_call|>{listed(calls)}{after}"
+
+
+def granite_20b(calls, before, after):
+    return before + "\n".join(f"<function_call> {call}" for call in objects(calls)) + after
+
+
+def internlm(calls, before, after):
+    written = [f"<|action_start|><|plugin|>\n{call}<|action_end|>\n" for call in objects(calls, "name", "parameters")]
+    return before + "".join(written) + after
+
+
+def phi(calls, before, after):
+    return f"{before}functools{listed(calls)}{after}"
+
+
+def cohere(calls, before, after):
+    return f"{before}<|START_ACTION|>{listed(calls, 'tool_name', 'parameters')}<|END_ACTION|>{after}"
+
+
+def cohere_fence(calls, before, after):
+    return f"{before}\nAction: ```json\n{listed(calls, 'tool_name', 'parameters')}\n```{after}"
+
+
+def deepseek(calls, before, after):
+    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    written = [f"{begin}function{sep}{n}\n```json\n{dumps(a)}\n```{end}" for n, a in calls]
+    return before + "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>" + after
+
+
+def deepseek_v31(calls, before, after):
+    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    written = [f"{begin}{n}{sep}{dumps(a)}{end}" for n, a in calls]
+    return before + "<｜tool▁calls▁begin｜>" + "".join(written) + "<｜tool▁calls▁end｜>" + after
+
+
+def kimi(calls, before, after):
+    begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    written = [f"{begin}functions.{n}:{i}{middle}{dumps(a)}{end}" for i, (n, a) in enumerate(calls)]
+    return before + "<|tool_calls_section_begin|>" + "".join(written) + "<|tool_calls_section_end|>" + after
+
+
+def harmony(calls, before, after):
+    said = [f"<|channel|>commentary<|message|>{before}<|end|>"] if before else []
+    for name, arguments in calls:
+        to = f"commentary to=functions.{name} <|constrain|>json"
+        said.append(f"<|channel|>{to}<|message|>{dumps(arguments)}<|call|>")
+    said += [f"<|channel|>final<|message|>{after}<|return|>"] if after else []
+    return "<|channel|>analysis<|message|>Hm <|.<|end|><|start|>assistant" + "<|start|>assistant".join(said)
+
+
+def harmony_role(calls, before, after):
+    written = [f" to=functions.{n}<|channel|>commentary json<|message|>{dumps(a)}<|call|>" for n, a in calls]
+    return "<|start|>assistant".join(written)
+
+
+def as_text(value):
+    return value if isinstance(value, str) else dumps(value)
+
+
+def qwen3_coder(calls, before, after):
+    for name, arguments in calls:
+        values = [f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items()]
+        before += f"<tool_call>\n<function={name}>\n{''.join(values)}</function>\n</tool_call>\n"
+    return before + after
+
+
+def glm(calls, before, after, gap="\n"):
+    for name, arguments in calls:
+        before += f"<tool_call>{name}{gap}"
+        for key, value in arguments.items():
+            before += f"<arg_key>{key}</arg_key>{gap}<arg_value>{as_text(value)}</arg_value>{gap}"
+        before += "</tool_call>"
+    return before + after
+
+
+def glm47(calls, before, after):
+    return glm(calls, before, after, gap="")
+
+
+def pythonic(calls, before, after):
+    written = [f"{n}({', '.join(f'{key}={value!r}' for key, value in a.items())})" for n, a in calls]
+    return f"[{', '.join(written)}]"
+
+
+def llama4(calls, before, after):
+    return f"{before}<|python_start|>{pythonic(calls, '', '')}<|python_end|>{after}"
+
+
+JSON = {
     "hermes": ("hermes", hermes),
     "llama3_json": ("llama3_json", llama),
     "mistral": ("mistral", mistral),
     "mistral v11": ("mistral", mistral_v11),
     "array": (ArrayParser, array),
+    "granite": ("granite", granite),
+    "granite-20b-fc": ("granite-20b-fc", granite_20b),
+    "internlm": ("internlm", internlm),
+    "phi4_mini_json": ("phi4_mini_json", phi),
+    "cohere_command": ("cohere_command", cohere),
+    "cohere_command fence": ("cohere_command", cohere_fence),
+    "deepseek_v3": ("deepseek_v3", deepseek),
+    "deepseek_v31": ("deepseek_v3", deepseek_v31),
+    "kimi_k2": ("kimi_k2", kimi),
+    "openai": ("openai", harmony),
+    "openai role": ("openai", harmony_role),
 }
+OTHER = {
+    "qwen3_coder": ("qwen3_coder", qwen3_coder),
+    "glm45": ("glm45", glm),
+    "glm47": ("glm45", glm47),
+    "pythonic": ("pythonic", pythonic),
+    "llama4_pythonic": ("pythonic", llama4),
+}
+FORMATS = JSON | OTHER
+PARSERS = sorted({parser for parser, _ in FORMATS.values() if isinstance(parser, str)})
 
 
 def make(parser):
-    return (TOOL_PARSERS.get(parser) if isinstance(parser, str) else parser)(NAMES)
+    return (TOOL_PARSERS.get(parser) if isinstance(parser, str) else parser)(FUNCTIONS)
 
 
 def whole(parser, text):
@@ -93,45 +242,75 @@ def cut(text, places):
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+def calls_of(name):
+    return CALLS if name in JSON else TYPED_CALLS
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60, deadline=None)
-@given(calls=CALLS, before=WORDS, after=WORDS, places=st.lists(st.integers(0, 10**6), max_size=20))
-def test_a_stream_adds_up_to_the_whole_message(name, calls, before, after, places):
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), before=PLAIN, after=PLAIN, places=st.lists(st.integers(0, 10**6), max_size=20))
+def test_a_stream_adds_up_to_the_whole_message(name, data, before, after, places):
     parser, write = FORMATS[name]
-    if parser == "mistral":
-        before, after = before.replace("[", ""), after.replace("[", "")
-    text = write(calls, before.replace("<", ""), after.replace("<", ""))
+    calls = data.draw(calls_of(name))
+    text = write(calls, before, after)
     content, found = whole(parser, text)
     assert [(called, json.loads(arguments)) for called, arguments in found] == calls
     assert streamed(parser, cut(text, places)) == (content, found)
     assert streamed(parser, list(text)) == (content, found)
 
 
-@pytest.mark.parametrize("parser", ["hermes", "llama3_json", "mistral"])
-@settings(max_examples=150, deadline=None)
+SAID = [("get_weather", {"city": 'a "b"\n<c> ü', "days": 3, "place": {"x": [1, None]}}), ("now", {})]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_wherever_a_text_is_cut_the_events_are_the_same(name):
+    parser, write = FORMATS[name]
+    text = write(SAID, "So", "Well")
+    expected = events(parser, [text])
+    assert [event.name for event in expected if isinstance(event, CallBegin)] == ["get_weather", "now"]
+    for place in range(len(text)):
+        assert events(parser, [text[:place], text[place:]]) == expected
+
+
+def events(parser, pieces):
+    """Neighbours of a kind are one: how much text an event has depends on the cut alone."""
+    parser, made = make(parser), []
+    for event in [event for piece in pieces for event in parser.push(piece)] + parser.end():
+        if made and isinstance(event, Content | Arguments) and type(event) is type(made[-1]):
+            event = type(event)(made.pop().text + event.text)
+        made.append(event)
+    return made
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@settings(max_examples=60, deadline=None)
 @given(text=WORDS)
 def test_what_holds_no_call_is_content_to_the_letter(parser, text):
     assert whole(parser, text) == (text, [])
     assert streamed(parser, list(text)) == (text or None, [])
 
 
+WRONG = ["", "}", '"', "'", "\n", "x", "[", "\\", "<", ">"]
+
+
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=100, deadline=None)
-@given(calls=CALLS, place=st.integers(0, 10**6), wrong=st.sampled_from(["", "}", '"', "'", "\n", "x", "[", "\\"]))
-def test_a_spoiled_text_loses_no_letter_and_makes_no_call_of_broken_json(name, calls, place, wrong):
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), place=st.integers(0, 10**6), wrong=st.sampled_from(WRONG))
+def test_a_spoiled_text_loses_no_letter_and_makes_no_call_of_broken_json(name, data, place, wrong):
     parser, write = FORMATS[name]
-    text = write(calls, "", "")
+    text = write(data.draw(calls_of(name)), "", "")
     place %= len(text)
     spoiled = text[:place] + wrong + text[place + 1 :]
     content, found = whole(parser, spoiled)
     for called, arguments in found:
-        assert called in NAMES and isinstance(json.loads(arguments), dict)
-    if not found:
+        assert called in FUNCTIONS and isinstance(json.loads(arguments), dict)
+    if not found and parser != "openai":  # whose tags around messages are no content
         assert content == spoiled
     some, told = streamed(parser, list(spoiled))
-    letters = re.sub(r"\s", "", (some or "") + "".join(n + a for n, a in told))
-    assert len(letters) <= len(re.sub(r"\s", "", spoiled)) + sum(len(n) for n, _ in told)
     assert [call for call in told if call in found] == found  # a stream has the good ones and may have begun others
+    if name in JSON:
+        letters = re.sub(r"\s", "", (some or "") + "".join(n + a for n, a in told))
+        assert len(letters) <= len(re.sub(r"\s", "", spoiled)) + sum(len(n) for n, _ in told)
 
 
 GOOD = [
@@ -150,6 +329,17 @@ GOOD = [
     ("llama3_json", 'Well: <|python_tag|>{"name": "add", "parameters": {}}', "Well:", "{}"),
     ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', None, '{"a": 1}'),
     ("mistral", '[TOOL_CALLS]add{"a": 1}', None, '{"a": 1}'),
+    ("qwen3_coder", "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", None, '{"a": 1}'),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></tool_call>", None, '{"a": 1}'),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>one</parameter></function>", None, '{"a": "one"}'),
+    ("glm45", "<tool_call>add\n</tool_call>", None, "{}"),
+    ("granite", ' [{"name": "add", "arguments": {}}]', None, "{}"),
+    ("granite", 'Well:<tool_call>[{"name": "add", "arguments": {}}]', "Well:", "{}"),
+    ("pythonic", '[add(a="1",)]', None, '{"a": 1}'),
+    ("pythonic", "[add(a=-1)]<|python_end|>", None, '{"a": -1}'),
+    ("cohere_command", "<|START_RESPONSE|>Hi<|END_RESPONSE|>" + cohere([("add", {})], "", ""), "Hi", "{}"),
+    ("openai", '<|channel|>commentary to=functions.add<|message|>{"a": 1}', None, '{"a": 1}'),
+    ("openai", harmony([("add", {})], "One.", "Two."), "One.\nTwo.", "{}"),
 ]  # fmt: skip
 
 
@@ -180,6 +370,27 @@ NONE = [
     ("mistral", "[TOOL_CALLS]subtract{}"),
     ("mistral", "[TOOL"),
     (ArrayParser, '{"name": "add"}'),
+    ("qwen3_coder", "<tool_call>\n<function=subtract>\n</function>\n</tool_call>"),
+    ("glm45", "<tool_call>subtract\n</tool_call>"),
+    ("glm45", "<tool_call>add\n<arg_key>a</arg_key>"),
+    ("deepseek_v3", deepseek([("subtract", {})], "", "")),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>none<｜tool▁calls▁end｜>"),
+    ("kimi_k2", kimi([("subtract", {})], "", "")),
+    ("kimi_k2", kimi([("add", {})], "", "").replace(":0", "")),
+    ("openai", "<|channel|>commentary to=functions.subtract<|message|>{}"),
+    ("openai", "<|channel|>commentary to=python<|message|>1"),
+    ("cohere_command", "Action: add"),
+    ("cohere_command", cohere([("subtract", {})], "", "")),
+    ("granite", granite([("subtract", {})], "", "")),
+    ("granite", "[1, 2]"),
+    ("granite-20b-fc", granite_20b([("subtract", {})], "", "")),
+    ("internlm", '<|action_start|><|interpreter|>{"name": "add", "parameters": {}}<|action_end|>'),
+    ("phi4_mini_json", "import functools"),
+    ("pythonic", "[subtract(a=1)]"),
+    ("pythonic", "[add(1)]"),
+    ("pythonic", "[add(a=b)]"),
+    ("pythonic", "[1, 2]"),
+    ("pythonic", "So: [add(a=1)]"),
 ]
 
 
@@ -218,7 +429,7 @@ def test_pieces_come_as_soon_as_they_can_and_no_piece_of_a_tag_does():
 
 
 def test_the_arguments_of_a_named_function_are_the_whole_text():
-    parser = ArgumentsParser(["add"])
+    parser = ArgumentsParser({"add": {}})
     assert parser.push("") == []
     assert parser.push('{"a"') == [CallBegin("add"), Arguments('{"a"')]
     assert parser.push(": 1}") + parser.end() == [Arguments(": 1}"), CallEnd()]
@@ -227,6 +438,29 @@ def test_the_arguments_of_a_named_function_are_the_whole_text():
 def test_ids_look_as_the_models_templates_want_them():
     assert re.fullmatch(r"call_[A-Za-z0-9]{24}", TOOL_PARSERS.get("hermes").new_id())
     assert re.fullmatch(r"[A-Za-z0-9]{9}", TOOL_PARSERS.get("mistral").new_id())
+
+
+def test_a_kimi_calls_id_is_the_models_own_but_never_twice():
+    written = kimi([("add", {}), ("add", {}), ("now", {})], "", "").replace("add:1", "add:0")
+    first, second, third = (call.id for call in ToolAnswer(make("kimi_k2")).message(written).tool_calls)
+    assert (first, third) == ("functions.add:0", "functions.now:2") and second.startswith("call_")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if isinstance(FORMATS[name][0], str)])
+def test_a_call_begins_as_the_forms_of_its_format_do(name):
+    """forms are how structured output knows that an answer is a call."""
+    parser, write = FORMATS[name]
+    use = ToolUse("auto", tuple(Function(name=each) for each in FUNCTIONS))
+    forms = TOOL_PARSERS.get(parser).forms(Writing(use, lambda text: (text,)))
+    if name != "openai":  # with a recipient in the channel, it is no text to tell it by
+        assert write(SAID, "", "").lstrip("\n").startswith(tuple(text for texts, *_ in forms for text in texts))
+
+
+def test_a_long_string_in_xml_comes_as_it_is_written():
+    parser = make("qwen3_coder")
+    assert parser.push("<tool_call>\n<function=get_weather>\n<parameter=city>\nPa")[-1].text.endswith('"Pa')
+    assert parser.push("ris\n") == [Arguments("ris")]
+    assert parser.push("</parameter>\n</function>\n") == [Arguments('"}'), CallEnd()]
 
 
 def test_a_long_call_is_read_in_little_time():

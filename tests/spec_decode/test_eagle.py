@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ModelError
+from minivllm.loading import load_model
+from minivllm.spec_decode.eagle import load_eagle
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -101,7 +103,7 @@ def test_the_engine_drafts_what_the_reference_drafts(overrides, folder, weights)
     how = {**SMALL, "spec_decode.model": str(folder), "kv.prefix": "none", **overrides}
     with LLM(overrides=how) as llm:
         runner = llm._core.executor.worker.runner
-        proposer, propose = runner.proposer, runner.proposer.propose
+        proposer, propose = runner.head.proposer, runner.head.proposer.propose
         states: dict[str, dict[int, torch.Tensor]] = {}
         num_compared = 0
 
@@ -141,3 +143,25 @@ def test_a_head_that_does_not_fit_is_refused(weights, tmp_path):
     with pytest.raises(ModelError, match="1 tensors are missing"):
         del (some := dict(weights))["fc.weight"]
         LLM(overrides={**SMALL, "spec_decode.model": str(write(tmp_path, some))})
+
+
+def test_beside_a_target_of_another_family_a_head_takes_the_embeddings_that_the_target_computes_with(weights, tmp_path):
+    """Gemma 3 scales the rows of its table."""
+    target = load_model("dummy:tiny-gemma3", torch.float32, torch.device("cpu"))
+    shared = {name: tensor for name, tensor in weights.items() if name != "embed_tokens.weight"}
+    where = torch.float32, torch.device("cpu")
+    head = load_eagle(write(tmp_path, shared), target.spec, target.model.embed, *where)
+    ids, hidden = torch.tensor([3, 500, 7]), torch.randn(3, 64)
+    pairs = torch.cat([8 * target.model.embedding.weight[ids], hidden], -1)  # the root of 64
+    torch.testing.assert_close(head.embed(ids, hidden), F.linear(pairs, weights["fc.weight"], weights["fc.bias"]))
+
+
+@pytest.mark.parametrize("head", ["dummy:eagle", "shared"])
+def test_no_token_of_gemma_3_changes(head, weights, tmp_path):
+    shared = {name: tensor for name, tensor in weights.items() if name != "embed_tokens.weight"}
+    path = head if head.startswith("dummy:") else str(write(tmp_path, shared))
+    how, got = {**SMALL, "model.path": "dummy:tiny-gemma3", "spec_decode.model": path}, []
+    for method in ("none", "eagle"):
+        with LLM(overrides={**how, "spec_decode.method": method}) as llm:
+            got.append([list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+    assert got[0] == got[1] and llm._core.stats.num_drafted > 100

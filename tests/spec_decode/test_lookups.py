@@ -6,7 +6,7 @@ import pytest
 
 from minivllm.spec_decode.lookup import trust_of
 from minivllm.spec_decode.ngram import NGram, naive_draft
-from minivllm.spec_decode.suffix import EarlierOutputs, SuffixAutomaton, SuffixLookup
+from minivllm.spec_decode.suffix import MAX_SALTS, EarlierBySalt, EarlierOutputs, SuffixAutomaton, SuffixLookup
 from minivllm.spec_decode.throttle import NUM_TRUST
 
 
@@ -108,3 +108,19 @@ def test_a_lookup_costs_no_search():
     for _ in range(3000):
         automaton.extend(rng.randrange(4))
     assert len(automaton.next) <= 2 * 3000
+
+
+def test_earlier_outputs_are_of_one_salt_and_bounded_in_all():
+    earlier = EarlierBySalt(100)
+    earlier.of("a").add([1, 2, 3, 4])
+    assert SuffixLookup([0, 2], 1, earlier.of("a")).draft(2).tokens == [3, 4]
+    assert SuffixLookup([0, 2], 1, earlier.of("b")).draft(2).tokens == []
+    for salt in "bcde":
+        for _ in range(9):
+            earlier.of(salt).add(list(range(10)))
+    earlier.of("a")
+    assert sum(each.num_tokens for each in earlier.by_salt.values()) <= 100
+    assert SuffixLookup([0, 2], 1, earlier.of("a")).draft(2).tokens == [3, 4], "who has most forgets first"
+    for number in range(2 * MAX_SALTS):
+        earlier.of(f"made up {number}").add([1])
+    assert len(earlier.by_salt) == MAX_SALTS

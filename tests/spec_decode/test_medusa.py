@@ -87,7 +87,7 @@ def test_a_head_sees_the_hidden_state_that_gave_the_newest_token():
     how = {"spec_decode.model": "dummy:medusa", "scheduler.max_num_batched_tokens": 12}
     with LLM(overrides={**SMALL, **how}) as llm:
         runner = llm._core.executor.worker.runner
-        proposer, propose = runner.proposer, runner.proposer.propose
+        proposer, propose = runner.head.proposer, runner.head.proposer.propose
         proposer.heads = [runner.model.logits] * 3
         checked = []
 

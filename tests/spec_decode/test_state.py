@@ -39,7 +39,8 @@ def live(folders, overrides, todo, rng: random.Random | None):
     lora = {"lora.enabled": True, "lora.max_loras": 2, "lora.adapters": folders, "debug.check": True}
     with LLM(overrides={**SMALL, **lora, **overrides}) as llm:
         core, tokens, aborted, waiting = llm._core, defaultdict(list), set(), list(enumerate(todo))
-        runner, drafted, running = core.executor.worker.runner, 0, set()
+        executor = getattr(core.executor, "inner", core.executor)  # with an overlap it is in a thread
+        runner, drafted, running = executor.worker.runner, 0, set()
         while waiting or core.has_work:
             while waiting and (rng is None or rng.random() < 0.4):
                 i, (prompt, params, adapter) = waiting.pop(0)
@@ -61,19 +62,19 @@ def live(folders, overrides, todo, rng: random.Random | None):
             core.step()
         core.scheduler.check()  # no block is in use
         assert not runner.rows.of
-        assert all(not processor.states for processor in runner.sampler.processors if hasattr(processor, "states"))
+        assert all(not processor.states for processor in runner.head.sampler.processors if hasattr(processor, "states"))
         assert not any(adapter.num_users for adapter in llm.list_loras())
         return dict(tokens), aborted, drafted, core.stats.num_preempted
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft", "self_draft"])
-@pytest.mark.parametrize("seed", range(3))
-def test_rejections_preemptions_and_aborts_leave_everything_right(seed, method, folders):
+@pytest.mark.parametrize("seed, overlap", [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)])
+def test_rejections_preemptions_and_aborts_leave_everything_right(seed, overlap, method, folders):
     rng = random.Random(seed)
     todo = requests(rng)
     wanted, _, _, _ = live(folders, ALONE, todo, None)
     small = {"kv.num_blocks": 24, "debug.preempt_every": 5, "spec_decode.method": method, "spec_decode.adaptive": False}
-    small |= {"spec_decode.model": "dummy:tiny", "spec_decode.k": 4}
+    small |= {"spec_decode.model": "dummy:tiny", "spec_decode.k": 4, "engine.overlap": overlap}
     got, aborted, drafted, num_preempted = live(folders, small, todo, rng)
     assert drafted and num_preempted, "nothing was guessed, or nobody was preempted: the lines below show nothing"
     assert len(wanted) == NUM_REQUESTS

@@ -13,6 +13,7 @@ from json_schemas import SCHEMAS
 
 from minivllm import LLM, AsyncLLM, SamplingParams, StructuredParams
 from minivllm.errors import BadRequest, ConfigError
+from minivllm.structured.params import MAX_WHITESPACE
 
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 400, "executor.num_threads": 1}
 SMALL["debug.check"] = True
@@ -83,6 +84,21 @@ def test_greedy_and_log_probabilities(llm):
     assert is_right(choice.text) and len(choice.logprobs) == len(choice.token_ids)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_json_ends_however_much_the_model_likes_blank_lines(backend):
+    """As small models do at temperature 0: white space without an end is what they then fill max_tokens with."""
+    properties = {"a": {"enum": ["x", 1]}, "b": {"type": "boolean"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    with engine(backend) as llm:
+        blank = {i: 100.0 for i in range(llm.info["vocab_size"]) if llm.tokenizer.token_text(i).strip(" \n\r\t") == ""}
+        blank = {i: bias for i, bias in blank.items() if i not in llm.tokenizer.special_ids}
+        params = sampling(StructuredParams(json=schema), temperature=0.0, max_tokens=300, logit_bias=blank)
+        (choice,) = generate(llm, [params])
+    assert blank and choice.finish_reason == "stop", repr(choice.text)
+    jsonschema.validate(json.loads(choice.text), schema)
+    assert max(map(len, re.findall(r"\s+", choice.text))) == MAX_WHITESPACE
+
+
 def test_min_tokens_and_ignore_eos_add_no_text(llm):
     structured, is_right = KINDS["choice"]
     longer = generate(llm, [sampling(structured, min_tokens=12)])[0]
@@ -142,12 +158,12 @@ def test_a_backend_that_is_not_installed(monkeypatch):
     with pytest.raises(ConfigError, match="pip install"):
         engine("xgrammar")
     with engine("auto") as llm:
-        assert list(name for name, _ in llm._client._grammars._classes) == ["dfa"]
+        assert list(llm._client._grammars.backends) == ["dfa"]
         assert generate(llm, [sampling(KINDS["regex"][0])])[0].finish_reason == "stop"
 
 
 def test_nothing_is_compiled_in_the_step_loop(llm):
     """The worker finds what the front end has compiled: both have one compiler."""
-    step = llm._core.executor.worker.runner.sampler.processors[0]
+    step = llm._core.executor.worker.runner.head.sampler.processors[0]
     assert step.compiler is llm._client._grammars
-    assert set(BACKENDS) == {name for name, _ in step.compiler._classes}
+    assert set(BACKENDS) == set(step.compiler.backends)

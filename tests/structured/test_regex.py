@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from minivllm.structured import regex
 from minivllm.structured.automaton import DEAD, MAX_DFA_STATES, START, TooLarge, compile_tree, utf8_ranges
 from minivllm.structured.json_text import integers
-from minivllm.structured.regex import RegexError, parse, parse_search, render
+from minivllm.structured.regex import RegexError, parse, parse_search, render, simplify
 
 PATTERNS = [
     *("a", "ab|c", "(a|b)*abb", "a*b+c?", "(ab){2,3}", "a{2}", "a{1,}", "[ab]{0,2}c", "[^a]b", ".{2}", "(a|)(b|)c"),
@@ -69,6 +69,45 @@ def test_any_expression_matches_what_re_matches(pattern, texts):
     dfa = compile_tree(parse(pattern))
     for text in texts:
         assert matches(dfa, text) == bool(re.fullmatch(pattern, text)), text
+
+
+nested = st.recursive(
+    st.sampled_from(["a", "b", "[ab]", "ab", ""]),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}", "{0,2}", "{2,3}", "{0}"])).map(
+            lambda p: f"(?:{p[0]}){p[1]}"
+        ),
+    ),
+    max_leaves=8,
+)
+SHORT = ["".join(letters) for n in range(8) for letters in product("ab", repeat=n)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(nested)
+def test_a_simplified_expression_matches_what_re_matches(pattern):
+    dfa, plain = compile_tree(simplify(parse(pattern))), compile_tree(parse(pattern))
+    assert [text for text in SHORT if matches(dfa, text)] == [text for text in SHORT if matches(plain, text)]
+    for text in SHORT[:31]:
+        assert matches(dfa, text) == bool(re.fullmatch(pattern, text)), text
+
+
+@pytest.mark.parametrize(
+    "pattern, simplified",
+    [
+        ("((a*)*)*", "(?:a)*"), ("(a+)+", "(?:a)+"), ("(a?)*", "(?:a)*"), ("(a*)?", "(?:a)*"), ("(a?)+", "(?:a)*"),
+        ("(a+)*", "(?:a)*"), ("a*a*a*", "(?:a)*"), ("a*a", "(?:a)+"), ("aaa", "aaa"), ("(a{2}){3}", "(?:a){6,6}"),
+        ("(a{1,100}){1,100}", "(?:a){1,10000}"), ("(a{2,3})*", "(?:(?:a){2,3})*"),
+        ("(a|b*|c?)*", "(?:[a-c])*"), ("(a?b*)*", "(?:[a-b])*"), ("(a|)+", "(?:a)*"), ("((a|b)|c|ab)", "(?:[a-c]|ab)"),
+        ("(?:(?:)*|a{0}){7}", ""), ("((a*)*)*" * 100, "(?:a)*"), ("(?:a+|a*b|aa)*" * 100, "(?:(?:a|(?:a)*b|aa))*"),
+        ("(a{3,5}){2,}", "(?:a){6,}"), ("(a{4,5}){2,}", "(?:(?:a){4,5}){2,}"),
+        ("(a{2}){0,3}", "(?:(?:a){2,2}){0,3}"),
+    ],
+)  # fmt: skip
+def test_nested_repetition_is_read_in_one_way(pattern, simplified):
+    assert render(parse(pattern)) == simplified
 
 
 @settings(max_examples=60, deadline=None)

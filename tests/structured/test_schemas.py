@@ -49,6 +49,12 @@ def test_every_finished_output_is_an_instance(schema, seed):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+def test_openais_strict_inside_a_schema_is_no_keyword(name):
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "strict": True}}, "required": ["a"]}
+    assert assert_instances((name,), schema | {"strict": True, "additionalProperties": False}, 1) > NUM_DRAWS // 2
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_each_backend_alone_keeps_its_promises_or_refuses(name):
     num_refused = num_done = 0
     for seed, schema in enumerate(SCHEMAS):

@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.serve import completions, errors
+from minivllm.serve.deadline import Deadline
+from minivllm.serve.generation import Job, Service
 from minivllm.serve.guard import WRONG_KEY
-from minivllm.serve.rate_limit import client_of
+from minivllm.serve.keys import ADMITS
+from minivllm.serve.off_loop import by_size
+from minivllm.serve.rate_limit import name_of
 from minivllm.serve.rpc import translate
 from minivllm.serve.rpc.schema import SERVICE, message
 from minivllm.serve.telemetry import CONTEXT_HEADERS
@@ -28,14 +32,16 @@ T = TypeVar("T")
 
 STOP_SECONDS = 1.0  # for calls to say that the server ends
 HEALTH_SECONDS = 0.5  # how often it is looked how the engine is
-CODES = {  # of HTTP's statuses
+QUANTISED = {  # of HTTP's statuses
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
     413: "RESOURCE_EXHAUSTED",
     429: "RESOURCE_EXHAUSTED",
     499: "CANCELLED",
     503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
 }
 
 logger = logging.getLogger("minivllm.serve")
@@ -55,7 +61,9 @@ class GrpcServer:
         import grpc
         from grpc_health.v1 import health, health_pb2_grpc
 
-        server = grpc.aio.server(options=[("grpc.so_reuseport", int(self._is_shared))])
+        most = self._app.state.connection_limits.in_all
+        options = [("grpc.so_reuseport", int(self._is_shared)), ("grpc.max_allowed_incoming_connections", most)]
+        server = grpc.aio.server(options=options)
         method = grpc.unary_stream_rpc_method_handler(
             self._generate,
             request_deserializer=message("GenerateRequest").FromString,
@@ -105,40 +113,49 @@ class GrpcServer:
 
         try:
             async with aclosing(self._answers(request, context)) as answers:
-                async for told in until(answers, self._app.state.closing):
+                state = self._app.state
+                async for told in until(answers, state.closing, state.deadlines.of()):
                     yield told
         except Exception as error:
             told = errors.as_api_error(error)
             if told.status == 500 and told is not error:
                 logger.exception("a gRPC call failed")
-            code = getattr(grpc.StatusCode, CODES.get(told.status, "INTERNAL"))
+            code = getattr(grpc.StatusCode, QUANTISED.get(told.status, "INTERNAL"))
             await context.abort(code, str(told), tuple(told.headers.items()))
 
     async def _answers(self, request: Any, context: Any) -> AsyncIterator[Any]:
         service, given = self._app.state.service, dict(context.invocation_metadata() or ())
-        tenant = let_in(self._app.state, given, context.peer())
-        body = translate.completion_request(request)
-        service.check_model(body.model)
-        job, _ = await completions.prepare(body, service)
-        job.tenant = tenant
+        tenant, client = let_in(self._app.state, given, context.peer())
+        job = await by_size(request.ByteSize(), lambda: prepared(request, service), client)
+        job.tenant, job.client = tenant, client
         job.trace_context = {name: given[name] for name in CONTEXT_HEADERS if name in given}
         async with aclosing(job.outputs("delta" if request.stream else "final")) as outputs:
             async for prompt, output in outputs:
                 yield translate.response(job, prompt, output.outputs, output.finished)
 
 
-def let_in(state: State, metadata: dict[str, str], peer: str) -> str:
-    """The tenant of the caller's key. Raises ApiError 401 or 429, as HTTP's guard does. state: the application's."""
-    tenant, client = "", client_of(address_of(peer))
-    if keys := state.keys:
+def prepared(request: Any, service: Service) -> Job:
+    body = translate.completion_request(request)
+    service.check_model(body.model)
+    return completions.prepare(body, service)[0]
+
+
+def let_in(state: State, metadata: dict[str, str], peer: str) -> tuple[str, str]:
+    """The caller's tenant and client (generation.Job). Raises ApiError 401 or 429, as HTTP's guard does. state: the
+    application's."""
+    tenant, name, keys = "", None, state.keys
+    if keys:
         scheme, _, key = metadata.get("authorization", "").partition(" ")
         key = (key if scheme.lower() == "bearer" else metadata.get("x-api-key", "")).encode()
-        if not keys.accept(key):
+        if (known := keys.accept(key)) is None:
             raise errors.ApiError(401, WRONG_KEY, "invalid_api_key")
-        tenant, client = keys.tenant(key), f"key {keys.name(key)}"
-    if state.limiter is not None and (wait := state.limiter.take(client)):
-        raise errors.rate_limited(wait)
-    return tenant
+        if "use" not in ADMITS[known.role]:
+            raise errors.other_role("use")
+        tenant, name = keys.tenant(known), known.owner
+    client = name_of(name, state.proxies.client(address_of(peer), [metadata.get("x-forwarded-for", "")]))
+    share = keys.share_of(client)
+    state.service.limits.count_request(share)
+    return tenant, share
 
 
 def address_of(peer: str) -> str:
@@ -147,17 +164,22 @@ def address_of(peer: str) -> str:
     return host.replace("%5B", "").replace("%5D", "").strip("[]")
 
 
-async def until(items: AsyncIterator[T], closing: asyncio.Future) -> AsyncIterator[T]:
-    """The items; ApiError 503 once the server ends."""
-    while True:
-        item = asyncio.ensure_future(anext(items, None))
-        try:
-            await asyncio.wait({item, closing}, return_when=asyncio.FIRST_COMPLETED)
-            if not item.done():
-                raise errors.closing()
-            if (found := item.result()) is None:
-                return
-            yield found
-        finally:
-            item.cancel()
-            await asyncio.gather(item, return_exceptions=True)
+async def until(items: AsyncIterator[T], closing: asyncio.Future, deadline: Deadline | None) -> AsyncIterator[T]:
+    """The items; ApiError 503 once the server ends, 504 once the server's own deadline has passed."""
+    late = [] if deadline is None else [asyncio.ensure_future(deadline.passes())]
+    try:
+        while True:
+            item = asyncio.ensure_future(anext(items, None))
+            try:
+                await asyncio.wait({item, closing, *late}, return_when=asyncio.FIRST_COMPLETED)
+                if not item.done():
+                    raise errors.closing() if closing.done() else deadline.error()
+                if (found := item.result()) is None:
+                    return
+                yield found
+            finally:
+                item.cancel()
+                await asyncio.gather(item, return_exceptions=True)
+    finally:
+        for each in late:
+            each.cancel()

@@ -8,8 +8,9 @@ import msgspec
 
 from minivllm.engine.output import CompletionOutput
 from minivllm.errors import BadRequest
+from minivllm.serve.bodies import parse
 from minivllm.serve.generation import Job
-from minivllm.serve.protocol import CompletionRequest, parse
+from minivllm.serve.protocol import CompletionRequest
 from minivllm.serve.rpc.schema import message
 
 

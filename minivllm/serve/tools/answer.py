@@ -7,10 +7,32 @@ that breaks after its arguments have begun is content in a whole message, and in
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from minivllm.serve.protocol import ChatDelta, ChatMessage, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from minivllm.serve.tools.parsers import ToolParser
 from minivllm.serve.tools.reader import Arguments, CallBegin, CallEnd, Content, Event
+
+
+class Answer(Protocol):
+    """One choice's text as a message or, as it comes, as deltas."""
+
+    def message(self, text: str) -> ChatMessage: ...
+    def deltas(self, text: str, finished: bool) -> list[ChatDelta]: ...
+    def finish_reason(self, reason: str | None) -> str | None: ...
+
+
+class PlainAnswer:
+    """All that comes is content."""
+
+    def message(self, text: str) -> ChatMessage:
+        return ChatMessage(text)
+
+    def deltas(self, text: str, finished: bool) -> list[ChatDelta]:
+        return [ChatDelta(content=text)] if text else []
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return reason
 
 
 class ToolAnswer:
@@ -26,8 +48,8 @@ class ToolAnswer:
             match event:
                 case Content(text):
                     content += text
-                case CallBegin(name):
-                    calls.append(ToolCall(self.parser.new_id(), FunctionCall(name)))
+                case CallBegin(name, id):
+                    calls.append(ToolCall(id or self.parser.new_id(), FunctionCall(name)))
                 case Arguments(text):
                     calls[-1].function.arguments += text
                 case CallEnd(broken) if broken is not None:
@@ -52,9 +74,10 @@ class ToolAnswer:
             match event:
                 case Content(text):
                     yield ChatDelta(content=text)
-                case CallBegin(name):
+                case CallBegin(name, id):
                     function = FunctionDelta(name=name, arguments="")
-                    yield calling(ToolCallDelta(call, id=self.parser.new_id(), type="function", function=function))
+                    id = id or self.parser.new_id()
+                    yield calling(ToolCallDelta(call, id=id, type="function", function=function))
                 case Arguments(text):
                     yield calling(ToolCallDelta(call, function=FunctionDelta(arguments=text)))
                 case CallEnd(broken):

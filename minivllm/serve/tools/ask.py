@@ -3,7 +3,7 @@ that a forced call must follow."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,8 +26,9 @@ class ToolUse:
     field: str = "tools"  # of the request; where a forced call's schema comes from
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(function.name for function in self.functions)
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Of the parameters, by the function's name."""
+        return {function.name: parameters(function) for function in self.functions}
 
     def for_template(self) -> list[dict[str, Any]] | None:
         return [{"type": "function", "function": described(function)} for function in self.functions] or None
@@ -41,7 +42,8 @@ def asked(body: ChatRequest) -> ToolUse:
         if choice not in (None, "none"):
             raise BadRequest("tool_choice needs tools: there is nothing to choose from", "tool_choice")
         return ToolUse()
-    functions = tuple(checked(tool, f"tools[{i}]", tools[:i]) for i, tool in enumerate(tools))
+    names: set[str] = set()
+    functions = tuple(checked(tool, f"tools[{i}]", names) for i, tool in enumerate(tools))
     parallel = body.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
         (function,) = pick(functions, [choice.function.name], "tool_choice.function.name")
@@ -55,10 +57,12 @@ def asked(body: ChatRequest) -> ToolUse:
     return ToolUse() if choice == "none" else ToolUse(choice or "auto", functions, parallel)
 
 
-def checked(tool: Tool, path: str, before: Sequence[Tool]) -> Function:
+def checked(tool: Tool, path: str, before: set[str]) -> Function:
+    """before: the names of those before it, to which its own is added."""
     function, where = tool.function, f"{path}.function"
-    if any(function.name == other.function.name for other in before):
+    if function.name in before:
         raise BadRequest(f'{where}.name: there are two tools "{function.name}"', f"{where}.name")
+    before.add(function.name)
     if function.parameters is not None and function.parameters.get("type", "object") != "object":
         what = 'must be the JSON schema of an object ("type": "object")'
         raise BadRequest(f"{where}.parameters {what}, got type {function.parameters['type']!r}", f"{where}.parameters")
@@ -70,7 +74,8 @@ def pick(functions: Sequence[Function], names: Sequence[str], param: str) -> tup
     if unknown := [name for name in names if name not in known]:
         hint = did_you_mean(unknown[0], list(known))
         raise BadRequest(f'{param}: tools has no function "{unknown[0]}".{hint} It has: {", ".join(known)}', param)
-    return tuple(function for function in functions if function.name in names)
+    wanted = set(names)
+    return tuple(function for function in functions if function.name in wanted)
 
 
 def check_history(messages: Sequence[Message]) -> None:
@@ -103,19 +108,35 @@ def enforced(use: ToolUse) -> dict[str, Any] | None:
         return parameters(use.functions[0])
     if use.mode != "required":
         return None
+    return calls_schema(use.schemas, use.parallel)
+
+
+def calls_schema(
+    schemas: Mapping[str, Any], parallel: bool, first: Mapping[str, Any] | None = None, **names: str
+) -> dict[str, Any]:
+    """Of an array of calls. schemas: of the functions' arguments. names: what the format calls the members `name` and
+    `parameters`. first: members that come before them."""
+    items, definitions = call_schema(schemas, first or {}, **names)
+    bounds = {"minItems": 1} if parallel else {"minItems": 1, "maxItems": 1}
+    return {"type": "array", **bounds, "items": items, "$defs": definitions}
+
+
+def call_schema(
+    schemas: Mapping[str, Any], first: Mapping[str, Any], name: str = "name", parameters: str = "parameters"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of one call, and the definitions that it refers to."""
     # A function's parameters become a definition of their own, and their references point into it.
-    definitions = {f.name: moved(parameters(f), f"#/$defs/{f.name}") for f in use.functions}
+    definitions = {called: moved(schema, f"#/$defs/{called}") for called, schema in schemas.items()}
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
-            "required": ["name", "parameters"],
+            "properties": {**first, name: {"const": called}, parameters: {"$ref": f"#/$defs/{called}"}},
+            "required": [*first, name, parameters],
             "additionalProperties": False,
         }
-        for name in definitions
+        for called in definitions
     ]
-    bounds = {"minItems": 1} if use.parallel else {"minItems": 1, "maxItems": 1}
-    return {"type": "array", **bounds, "items": {"anyOf": calls}, "$defs": definitions}
+    return {"anyOf": calls}, definitions
 
 
 def parameters(function: Function) -> dict[str, Any]:

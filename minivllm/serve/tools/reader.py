@@ -11,12 +11,15 @@ been told already; its `CallEnd` then has the text to show instead, for whoever 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from minivllm.serve.tools.json_reader import BLANK, END, JsonReader, Malformed, Reading, is_object
+
+if TYPE_CHECKING:
+    from minivllm.serve.tools.forms import Parts, Writing
 
 
 class Content(NamedTuple):
@@ -25,6 +28,7 @@ class Content(NamedTuple):
 
 class CallBegin(NamedTuple):
     name: str
+    id: str | None = None  # where the format writes one
 
 
 class Arguments(NamedTuple):
@@ -36,6 +40,7 @@ class CallEnd(NamedTuple):
 
 
 Event = Content | CallBegin | Arguments | CallEnd
+Functions = Mapping[str, Mapping[str, Any]]  # by name, the JSON schema of its parameters
 
 
 @dataclass(slots=True)
@@ -43,10 +48,12 @@ class Call:
     """What is known of the call that is being read."""
 
     name: str | None = None
+    id: str | None = None
     untold: list[str] = field(default_factory=list)  # of the arguments, which wait for the name
     looks_right: bool = False  # the arguments begin as a JSON object does
     is_told: bool = False
     has_arguments: bool = False  # all of them
+    num_members: int = 0  # of arguments that are made one by one
 
     @property
     def complete(self) -> bool:
@@ -54,10 +61,12 @@ class Call:
 
 
 class Reader(JsonReader):
-    def __init__(self, names: Collection[str]):
-        """names: the tools that were offered. A call of anything else is content."""
+    name_key: ClassVar[str] = "name"
+
+    def __init__(self, functions: Functions):
+        """functions: the tools that were offered. A call of anything else is content."""
         super().__init__()
-        self.names = names
+        self.functions = functions
         self._events: list[Event] = []
         self._texts: list[str] = []  # the beginning of the next event, which is of this kind
         self._kind: type[Content] | type[Arguments] = Content
@@ -85,6 +94,11 @@ class Reader(JsonReader):
         """The format. The first character is not there before the first `yield`."""
         raise NotImplementedError
 
+    @classmethod
+    def forms(cls, writing: Writing) -> Iterator[Parts]:
+        """None: nothing else than calls may come."""
+        yield from ()
+
     # --- what formats are made of
 
     def forget(self) -> None:
@@ -106,13 +120,23 @@ class Reader(JsonReader):
             shown = shown.lstrip(BLANK)
         self._show(shown)
 
-    def marker(self, marker: str) -> Generator[None, None, bool]:
-        """Take `marker` if it comes. If not, its beginning may have been taken."""
-        for expected in marker:  # no marker's first character comes twice: a mismatch may begin the next one
-            if self.char != expected:
-                return False
+    def marker(self, *markers: str) -> Generator[None, None, str | None]:
+        """Take the one of `markers` that comes; none begins with another. If none does, their common beginning may have
+        been taken."""
+        num_taken = 0  # no marker's first character comes twice: a mismatch may begin the next one
+        while candidates := [marker for marker in markers if marker[num_taken] == self.char]:
             yield from self.take()
-        return True
+            num_taken += 1
+            if len(candidates[0]) == num_taken:
+                return candidates[0]
+            markers = tuple(candidates)
+        return None
+
+    def expect(self, *markers: str) -> Generator[None, None, str]:
+        """Take the one of `markers` that must come here."""
+        if (marker := (yield from self.marker(*markers))) is None:
+            raise Malformed(self.char)
+        return marker
 
     def call(self, read: Reading, call: Call) -> Generator[None, None, bool]:
         """Read one call's JSON into `call`. False: it was none, and all that was taken is content."""
@@ -131,7 +155,8 @@ class Reader(JsonReader):
         return call.complete
 
     def object_call(self, call: Call, *, tagged: bool) -> Reading:
-        """{"name": ..., "arguments": {...}} in either order; "parameters" is another name of "arguments".
+        """{"name": ..., "arguments": {...}} in either order; "parameters" is another name of "arguments", and formats
+        have their own of "name".
 
         tagged: something else has said that this is a call, so it may have other members, or no arguments.
         """
@@ -141,7 +166,7 @@ class Reader(JsonReader):
             key = yield from self.string()
             yield from self.blank()
             yield from self.symbol(":")
-            if key == "name" and call.name is None:
+            if key == self.name_key and call.name is None:
                 yield from self.name(call)
             elif key in ("arguments", "parameters") and not call.has_arguments:
                 yield from self.arguments(call)
@@ -159,25 +184,60 @@ class Reader(JsonReader):
             call.untold, call.looks_right, call.has_arguments = ["{}"], True, True
         yield from self.take()
 
-    def array_of_calls(self) -> Reading:
-        """[call, call ...]. Ends early at what is no call."""
-        yield from self.take()
-        yield from self.blank()
-        while (yield from self.call(self.object_call(call := Call(), tagged=True), call)):
-            yield from self.blank()
-            if self.char == "]":
-                yield from self.take()
-                return self.forget()
-            if self.char != ",":
-                return self.give_back()
-            yield from self.symbol(",")
+    def array_of_calls(self) -> Generator[None, None, bool]:
+        """[call, call ...]. Ends early at what is no call. True: with the bracket."""
+        if self.char == "[":
+            yield from self.symbol("[")
+            while (yield from self.call(self.element(call := Call()), call)):
+                yield from self.blank()
+                if self.char == "]":
+                    yield from self.take()
+                    self.forget()
+                    return True
+                if self.char != ",":
+                    break
+                yield from self.symbol(",")
+        self.give_back()
+        return False
+
+    def element(self, call: Call) -> Reading:
+        return self.object_call(call, tagged=True)
 
     def name(self, call: Call) -> Reading:
-        name = yield from self.string()
-        if name not in self.names:
+        self.is_of(call, (yield from self.string()))
+        self._tell(call)
+
+    def word(self, others: str = "") -> Generator[None, None, str]:
+        """A function's or a parameter's name, without quotes. others: what else it may have."""
+        start = len(self._taken)
+        while self.char != END and (self.char.isalnum() or self.char in "_-" + others):
+            yield from self.take()
+        return self.taken(start)
+
+    def until(self, end: str, tell: Callable[[str], None]) -> Reading:
+        """Take what stands before `end`, telling it as it comes, and `end`."""
+        while True:
+            start = len(self._taken)
+            if self.char == END:
+                raise Malformed("the end")
+            if self.char != end[0]:
+                self._taken.append(self.char)
+                tell(self.char)
+                yield
+            elif (yield from self.marker(end)):
+                return
+            else:
+                tell(self.taken(start))
+
+    def text_until(self, end: str) -> Generator[None, None, str]:
+        pieces: list[str] = []
+        yield from self.until(end, pieces.append)
+        return "".join(pieces)
+
+    def is_of(self, call: Call, name: str) -> None:
+        if name not in self.functions:
             raise Malformed(name)
         call.name = name
-        self._tell(call)
 
     def arguments(self, call: Call) -> Reading:
         """A JSON object, told as it comes, or one that is written as a JSON string."""
@@ -201,7 +261,7 @@ class Reader(JsonReader):
         if call.name is None or not call.looks_right:
             return
         if not call.is_told:
-            self._mark(CallBegin(call.name))
+            self._mark(CallBegin(call.name, call.id))
             call.is_told = True
         if call.untold:
             self._add(Arguments, "".join(call.untold))
@@ -234,3 +294,68 @@ class Reader(JsonReader):
         self._close()
         events, self._events = self._events, []
         return events
+
+
+class TaggedReader(Reader):
+    """Calls behind a tag, anywhere in a text. A closing tag may be missing, as where a model stops at it."""
+
+    begins: ClassVar[tuple[str, ...]]  # the tag, or several; none begins with another
+
+    @classmethod
+    def forms(cls, writing: Writing) -> Iterator[Parts]:
+        yield (cls.begins,)
+
+    def calls(self, begin: str) -> Reading:
+        """What stands behind `begin` and its spaces, which were taken. In the end all taken is forgotten or content."""
+        raise NotImplementedError
+
+    def start(self) -> Reading:
+        """What stands at the start of a message alone, without a tag. It leaves nothing taken, either."""
+        yield from ()
+
+    def closing_tag(self, tag: str) -> Reading:
+        yield from self.blank()
+        if (yield from self.marker(tag)):
+            self.forget()
+        else:
+            self.give_back()
+
+    def read(self) -> Reading:
+        firsts = {begin[0] for begin in self.begins}
+        yield
+        yield from self.start()
+        while self.char != END:
+            if self.char not in firsts:
+                self.content(self.char)
+                yield
+            elif begin := (yield from self.marker(*self.begins)):
+                yield from self.blank()
+                yield from self.calls(begin)
+            else:
+                self.give_back()
+
+
+class SectionReader(TaggedReader):
+    """Calls in tags of their own, one after the other in a section that has tags, too."""
+
+    call_begin: ClassVar[str]
+    call_end: ClassVar[str]
+    section_end: ClassVar[str]
+
+    def calls(self, begin: str) -> Reading:
+        found = yield from self.marker(self.call_begin)
+        while found == self.call_begin:
+            if not (yield from self.call(self.one_call(call := Call()), call)):
+                return
+            found = self.call_end
+            while found == self.call_end:
+                yield from self.blank()
+                found = yield from self.marker(self.call_begin, self.call_end, self.section_end)
+        if found:
+            self.forget()
+        else:
+            self.give_back()
+
+    def one_call(self, call: Call) -> Reading:
+        """What stands behind `call_begin`."""
+        raise NotImplementedError

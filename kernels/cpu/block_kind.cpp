@@ -1,0 +1,291 @@
+// One kind of block (MINIVLLM_KIND, a name of block_formats.h): products with it, packing, de-quantised rows.
+//
+// Few tokens: a tile goes by from front to back, and each code is widened once for all of them. Many: two tiles' codes,
+// 256 inputs at a time, are widened into a panel in the first-level cache, which groups of 6 tokens then meet. An output's
+// sum is taken group by group in one order in both, so its bits do not depend on the number of tokens.
+
+#include <type_traits>
+
+#include "block_tiles.h"
+#include "items.h"
+
+namespace {
+
+using namespace minivllm;
+
+typedef minivllm_integers Integers;
+
+constexpr int PANEL_UNITS = 8;   // of 32 inputs, widened at a time
+constexpr int64_t AHEAD = 2048;  // bytes of weights asked for before they are needed
+constexpr int64_t NEAR = 16384;  // or, of tiles so close to each other, those that come next
+
+// A token's inputs, from some unit on.
+struct Token {
+  const int8_t* q;
+  const float* scales;
+  const int32_t* sums;
+};
+inline Token token_of(const Integers& x, int64_t token, int64_t unit) {
+  const int64_t at = token * x.units + unit;
+  return {x.q + at * UNIT_BYTES, x.scales + 4 * at, x.sums + 2 * at};
+}
+
+template <BlockKind K>
+constexpr int GROUPS_OF_UNIT = UNIT / format_of(K).group;  // 1, or 2 halves
+
+// What the sums of a group of a unit begin with: the codes' offset, times the inputs that they meet.
+template <int GROUPS>
+inline int32_t offset_times(int offset, const int32_t* sums, int group) {
+  return -offset * (GROUPS == 2 ? sums[group] : sums[0] + sums[1]);
+}
+
+// sum + one group of a token.
+template <int GROUPS, bool MINIMA>
+inline __attribute__((always_inline)) Lanes plus(Lanes sum, Lanes exact, const float* scales, int g, const Group& group) {
+  sum = fma(times(exact, lanes_of(scales[0])), group.scale, sum);
+  if constexpr (MINIMA) sum = fma(lanes_of(scales[GROUPS == 2 ? 2 + g : 1]), group.minimum, sum);
+  return sum;
+}
+
+// --------------------------------------------------------------------------------------------------- a few tokens
+
+// sums [N][8]: one token, N neighbouring tiles.
+template <BlockKind K, int N>
+void multiply_one(const Integers& x, int64_t token, const uint8_t* tile, int64_t stride, float* sums) {
+  typedef Tile<K> L;
+  constexpr int GROUPS = GROUPS_OF_UNIT<K>, STEPS = 4 / GROUPS;
+  const int64_t blocks = x.units / L::UNITS, ahead = N * stride <= NEAR ? N * stride : AHEAD;
+  Token from = token_of(x, token, 0);
+  Lanes sum[N];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; n++) sum[n] = lanes_of(0.f);
+  for (int64_t b = 0; b < blocks; b++, tile += L::BYTES)
+    for (int u = 0; u < L::UNITS; u++, from.q += UNIT_BYTES, from.scales += 4, from.sums += 2) {
+      const uint8_t* units[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) {
+        units[n] = tile + n * stride + L::CODES_AT + u * L::UNIT_CODES;
+#pragma GCC unroll 8
+        for (int line = 0; line < L::UNIT_CODES + L::CODES_AT / L::UNITS; line += 64) ask_for(units[n] + ahead + line);
+      }
+#pragma GCC unroll 2
+      for (int g = 0; g < GROUPS; g++) {
+        Sums exact[N];
+        const Sums begin = begin_sums(OFFSET<K> ? offset_times<GROUPS>(OFFSET<K>, from.sums, g) : 0);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) exact[n] = begin;
+#pragma GCC unroll 4
+        for (int s = 0; s < STEPS; s++) dot_tiles<K, N>(exact, units, g * STEPS + s, from.q + 16 * (g * STEPS + s));
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++)
+          sum[n] = plus<GROUPS, L::F.minima != 0>(sum[n], to_lanes(exact[n]), from.scales, g,
+                                                  group_of<K>(tile + n * stride, u * GROUPS + g));
+      }
+    }
+#pragma GCC unroll 4
+  for (int n = 0; n < N; n++) store_lanes(sums + n * OUTPUTS, sum[n]);
+}
+
+// sums [there][width], of which 8: 1 < T <= FEW tokens from `first` on, one tile. Where only `there` < T are, the last is taken
+// again.
+template <BlockKind K, int T>
+void multiply_few(const Integers& x, int64_t first, int64_t there, const uint8_t* tile, int64_t width, float* sums) {
+  typedef Tile<K> L;
+  constexpr int GROUPS = GROUPS_OF_UNIT<K>, STEPS = 4 / GROUPS;
+  constexpr bool MINIMA = L::F.minima != 0;
+  // Sums in turns, where few of them would leave additions waiting for each other.
+  constexpr int TURNS = T == 2 ? 2 : 1;
+  Token tokens[T];
+  Lanes sum[T];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++) {
+    tokens[t] = token_of(x, first + std::min<int64_t>(t, there - 1), 0);
+    sum[t] = lanes_of(0.f);
+  }
+  const int64_t blocks = x.units / L::UNITS;
+  int64_t at = 0;  // unit
+  for (int64_t b = 0; b < blocks; b++, tile += L::BYTES) {
+    for (int u = 0; u < L::UNITS; u++, at++) {
+      const uint8_t* codes = tile + L::CODES_AT + u * L::UNIT_CODES;
+#pragma GCC unroll 8
+      for (int line = 0; line < L::UNIT_CODES + L::CODES_AT / L::UNITS; line += 64) ask_for(codes + AHEAD + line);
+#pragma GCC unroll 2
+      for (int g = 0; g < GROUPS; g++) {
+        Sums exact[T][TURNS];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++)
+#pragma GCC unroll 4
+          for (int i = 0; i < TURNS; i++)
+            exact[t][i] = begin_sums(i == 0 && OFFSET<K> ? offset_times<GROUPS>(OFFSET<K>, tokens[t].sums + 2 * at, g) : 0);
+#pragma GCC unroll 4
+        for (int s = 0; s < STEPS; s++) {
+          const int j = g * STEPS + s;
+          const Codes widened = widen<K>(codes, j);
+#pragma GCC unroll 8
+          for (int t = 0; t < T; t++)
+            exact[t][s % TURNS] = dot(exact[t][s % TURNS], widened, tokens[t].q + at * UNIT_BYTES + 16 * j);
+        }
+        const Group group = group_of<K>(tile, u * GROUPS + g);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) {
+          Sums all = exact[t][0];
+#pragma GCC unroll 4
+          for (int i = 1; i < TURNS; i++) all = all + exact[t][i];
+          sum[t] = plus<GROUPS, MINIMA>(sum[t], to_lanes(all), tokens[t].scales + 4 * at, g, group);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++)
+    if (t < there) store_lanes(sums + t * width, sum[t]);
+}
+
+// --------------------------------------------------------------------------------------------------- many tokens
+
+// Some units of a tile, widened, and what of their groups is the same for all tokens.
+struct alignas(64) Panel {
+  Codes codes[PANEL_UNITS][4];
+  Group groups[2 * PANEL_UNITS];
+};
+
+// Units first .. first + count of a tile; they do not begin or end within a block of 256.
+template <BlockKind K>
+void widen_panel(const uint8_t* tile, int64_t first, int count, Panel& to) {
+  typedef Tile<K> L;
+  constexpr int GROUPS = GROUPS_OF_UNIT<K>;
+  for (int i = 0; i < count; i++) {
+    const int64_t unit = first + i;
+    const uint8_t* block = tile + unit / L::UNITS * L::BYTES;
+    const int u = int(unit % L::UNITS);
+    for (int j = 0; j < 4; j++) to.codes[i][j] = widen<K>(block + L::CODES_AT + u * L::UNIT_CODES, j);
+    for (int g = 0; g < GROUPS; g++) to.groups[GROUPS * i + g] = group_of<K>(block, u * GROUPS + g);
+  }
+}
+
+// sums [T][N tiles][8] += T tokens, from unit `first` on, times N panels.
+template <int GROUPS, bool MINIMA, int N, int T>
+void multiply_panels(const Integers& x, int64_t token, int64_t first, const Panel* panels, int count, int offset, float* sums) {
+  constexpr int STEPS = 4 / GROUPS;
+  Token tokens[T];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++) tokens[t] = token_of(x, token + t, first);
+  for (int u = 0; u < count; u++)
+#pragma GCC unroll 2
+    for (int g = 0; g < GROUPS; g++) {
+      Sums exact[T][N];
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++) {
+        // What has minima has no offset.
+        const Sums begin = begin_sums(MINIMA ? 0 : offset_times<GROUPS>(offset, tokens[t].sums + 2 * u, g));
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) exact[t][n] = begin;
+      }
+#pragma GCC unroll 4
+      for (int s = 0; s < STEPS; s++) {
+        const int j = g * STEPS + s;
+        const Codes* codes[N];
+        const int8_t* q[T];
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) codes[n] = &panels[n].codes[u][j];
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) q[t] = tokens[t].q + u * UNIT_BYTES + 16 * j;
+        dots<T, N>(exact, codes, q);
+      }
+      keep_in_order();
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++)
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n++) {
+          float* to = sums + (t * N + n) * OUTPUTS;
+          store_lanes(to, plus<GROUPS, MINIMA>(load_lanes(to), to_lanes(exact[t][n]), tokens[t].scales + 4 * u, g,
+                                               panels[n].groups[GROUPS * u + g]));
+        }
+    }
+}
+
+// For `rest` <= T tokens.
+template <int GROUPS, bool MINIMA, int N, int T = GROUP>
+void multiply_group(const Integers& x, int64_t token, int64_t rest, int64_t first, const Panel* panels, int count, int offset,
+                    float* sums) {
+  if constexpr (T > 0) {
+    if (rest < T) return multiply_group<GROUPS, MINIMA, N, T - 1>(x, token, rest, first, panels, count, offset, sums);
+    multiply_panels<GROUPS, MINIMA, N, T>(x, token, first, panels, count, offset, sums);
+  }
+}
+
+// sums [tokens][N][8] of N neighbouring tiles, `stride` bytes apart.
+template <BlockKind K, int N>
+void multiply_many(const Integers& x, int64_t first, int64_t tokens, const uint8_t* tile, int64_t stride, float* sums) {
+  Panel panels[N];
+  std::fill(sums, sums + tokens * N * OUTPUTS, 0.f);
+  for (int64_t unit = 0; unit < x.units; unit += PANEL_UNITS) {
+    const int count = int(std::min<int64_t>(PANEL_UNITS, x.units - unit));
+    for (int n = 0; n < N; n++) widen_panel<K>(tile + n * stride, unit, count, panels[n]);
+    for (int64_t t = 0; t < tokens; t += GROUP)
+      multiply_group<GROUPS_OF_UNIT<K>, format_of(K).minima != 0, N>(
+          x, first + t, std::min<int64_t>(GROUP, tokens - t), unit, panels, count, OFFSET<K>, sums + t * N * OUTPUTS);
+  }
+}
+
+constexpr BlockKind KIND = BlockKind::MINIVLLM_KIND;
+constexpr int TOGETHER = 4;  // tiles that one token meets at a time
+constexpr Format FORMAT = format_of(KIND);
+
+}  // namespace
+
+extern "C" {
+
+// sums: see block_kind.h.
+void minivllm_kind_multiply(const Integers* x, const uint8_t* tiles, int64_t tile, int64_t num_tiles, int64_t first,
+                            int64_t count, float* sums) {
+  const int64_t stride = x->units / Tile<KIND>::UNITS * Tile<KIND>::BYTES;
+  const uint8_t* at = tiles + tile * stride;
+  if (count > FEW) return (num_tiles == 2 ? multiply_many<KIND, 2> : multiply_many<KIND, 1>)(*x, first, count, at, stride, sums);
+  if (count == 1) {
+    for (; num_tiles >= TOGETHER; num_tiles -= TOGETHER, at += TOGETHER * stride, sums += TOGETHER * OUTPUTS)
+      multiply_one<KIND, TOGETHER>(*x, first, at, stride, sums);
+    for (; num_tiles > 0; num_tiles--, at += stride, sums += OUTPUTS) multiply_one<KIND, 1>(*x, first, at, stride, sums);
+    return;
+  }
+  const auto multiply = count == 2 ? multiply_few<KIND, 2> : multiply_few<KIND, FEW>;
+  for (int64_t n = 0; n < num_tiles; n++) multiply(*x, first, count, at + n * stride, num_tiles * OUTPUTS, sums + n * OUTPUTS);
+}
+
+int64_t minivllm_kind_packed_bytes(int64_t rows, int64_t inputs) {
+  return (rows + OUTPUTS - 1) / OUTPUTS * (inputs / FORMAT.block) * Tile<KIND>::BYTES;
+}
+
+// rows of a file, [rows][bytes of a row] -> tiles; `to` is written whole.
+void minivllm_kind_pack(const uint8_t* raw, int64_t rows, int64_t inputs, uint8_t* to, minivllm_parallel parallel,
+                        int64_t num_threads) {
+  const int64_t blocks = inputs / FORMAT.block, stride = blocks * Tile<KIND>::BYTES;
+  auto pack = [&](int64_t tile) {
+    std::memset(to + tile * stride, 0, stride);
+    for (int64_t row = tile * OUTPUTS; row < std::min<int64_t>(rows, (tile + 1) * OUTPUTS); row++)
+      for (int64_t b = 0; b < blocks; b++)
+        pack_block<KIND>(raw + (row * blocks + b) * FORMAT.bytes, int(row % OUTPUTS),
+                         to + tile * stride + b * Tile<KIND>::BYTES);
+  };
+  each((rows + OUTPUTS - 1) / OUTPUTS, pack, parallel, num_threads);
+}
+
+// to [count][inputs], fp32 or bf16: the rows of a file that `ids` names, or where it is null, the first `count`.
+void minivllm_kind_rows(const uint8_t* raw, const int64_t* ids, int64_t count, int64_t inputs, void* to, int64_t bf16,
+                        minivllm_parallel parallel, int64_t num_threads) {
+  const int64_t blocks = inputs / FORMAT.block;
+  auto dequantise = [&](int64_t i) {
+    const uint8_t* row = raw + (ids ? ids[i] : i) * blocks * FORMAT.bytes;
+    for (int64_t b = 0; b < blocks; b++) {
+      float values[256];
+      dequantise_block<KIND>(row + b * FORMAT.bytes, values);
+      const int64_t at = i * inputs + b * FORMAT.block;
+      if (!bf16) std::memcpy(static_cast<float*>(to) + at, values, 4 * FORMAT.block);
+      else
+        for (int64_t k = 0; k < FORMAT.block; k++) static_cast<uint16_t*>(to)[at + k] = to_bf16(values[k]);
+    }
+  };
+  each(count, dequantise, count * inputs < 1 << 15 ? nullptr : parallel, num_threads);
+}
+
+}  // extern "C"

@@ -1,0 +1,141 @@
+"""Layer kinds and KV groups: which of a model's layers share block tables, and what each of them must keep.
+
+A layer of full attention reads all tokens of a request, one with a sliding window the last few. Layers of one kind
+keep the same tokens, so they can share a block table: they are a group. All groups have as many layers, so that a block
+of any of them takes as much memory, and one pool serves all (vLLM V1's hybrid KV cache manager):
+
+    layers         0 full   1 window   2 window   3 full   4 window   5 window
+    groups of two  0: layers 0, 3      1: layers 1, 2      2: layers 4, 5
+    tensors        A: layers 0, 1, 4   B: layers 3, 2, 5
+
+A block is one place in tensors A and B; the group that holds it says whose K and V are there. All groups count tokens
+in blocks of the same size, so `block_size` tokens of a request take one block of each group, and a request's table is
+one flat list: [group 0's first block, group 1's first, ..., group 0's second, ...]. With one group that is a plain
+block table.
+
+No torch here: the control plane counts with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Window = int | None  # tokens that a layer reads, the query's own among them; None: all
+
+
+class LayerKind(NamedTuple):
+    """What a layer keeps of a request: full and window K and V of each head, latent one vector a token (MLA). For the
+    others this is the name alone: cross (of an encoder's tokens), state (recurrent), none (nothing is kept, as in an
+    encoder)."""
+
+    name: Literal["full", "window", "latent", "cross", "state", "none"]
+    window: Window = None
+
+
+class Latent(NamedTuple):
+    """What a layer of multi-head latent attention keeps of a token, in the place of K and V (DeepSeek-V2, 2024): one
+    vector of `rank` numbers that K and V of every head are made of, and a key of `rope_size` numbers that turns with
+    the position, which all heads share."""
+
+    rank: int
+    rope_size: int
+
+    @property
+    def size(self) -> int:
+        return self.rank + self.rope_size
+
+
+FULL, LATENT = LayerKind("full"), LayerKind("latent")
+PAGED = ("full", "window", "latent")  # kinds that blocks of tokens are kept of
+READ = 16  # keys that a kernel reads together, from a multiple of it on: a masked one must still be the request's own
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    kind: LayerKind
+    layers: tuple[int, ...]  # by their index in the model
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroups:
+    groups: tuple[KVGroup, ...]
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """Of each group."""
+        return tuple(group.kind.window for group in self.groups)
+
+    @property
+    def num_tensors(self) -> int:
+        """Layers whose K and V are in one block."""
+        return max(len(group.layers) for group in self.groups)
+
+    def places(self) -> dict[int, tuple[int, int]]:
+        """{layer: (its group, its tensor)}"""
+        return {
+            layer: (number, tensor)
+            for number, group in enumerate(self.groups)
+            for tensor, layer in enumerate(group.layers)
+        }
+
+    def most_blocks(self, num_tokens: int, block_size: int, most_new: int) -> int:
+        """What a request of so many tokens holds at its worst moment, if no step adds more than most_new tokens."""
+        whole, before = -(-num_tokens // block_size), 0 if block_size % READ == 0 else READ - 1
+        return sum(
+            whole if window is None else min(whole, -(-(before + window - 1 + most_new) // block_size) + 1)
+            for window in self.windows
+        )
+
+    def capacity(self, num_blocks: int, block_size: int, most_new: int) -> int:
+        """The longest request, in tokens, that so many blocks hold."""
+        if None in self.windows:  # its table grows for ever: no more whole blocks than fit
+            most = num_blocks // self.windows.count(None)
+        else:  # what all windows need at most is enough for any length
+            most = num_blocks if self.most_blocks(1 << 62, block_size, most_new) > num_blocks else 1 << 40
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.most_blocks(middle * block_size, block_size, most_new) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low * block_size
+
+    def __str__(self) -> str:
+        each = [f"{len(g.layers)} of {g.kind.window} tokens" for g in self.groups if g.kind.window is not None]
+        full = [f"{len(g.layers)} of all tokens" for g in self.groups if g.kind.window is None]
+        return f"layers in groups: {', '.join(full + each)}"
+
+
+ONE_GROUP = KVGroups((KVGroup(FULL, (0,)),))  # what a model of one kind, full attention, looks like from above
+
+
+def first_kept(num_tokens: int, window: Window, block_size: int) -> int:
+    """The first block that is read, or lain in, for token number num_tokens, the next one to be computed."""
+    return 0 if window is None else max(0, num_tokens - window + 1) // READ * READ // block_size
+
+
+def one_group(num_layers: int) -> KVGroups:
+    """All layers together: each keeps all tokens, and a window is no more than a mask."""
+    return KVGroups((KVGroup(FULL, tuple(range(num_layers))),))
+
+
+def group_layers(kinds: Sequence[LayerKind]) -> KVGroups:
+    """Groups of as many layers as the rarest kind has; or as the commonest one, if that is little more: then a few
+    places of a block stay empty, and there are fewer tables (vLLM's rule)."""
+    unknown = {kind.name for kind in kinds} - set(PAGED)
+    assert not unknown, f"no pages are laid out for layers of kind {', '.join(sorted(unknown))}"
+    members: dict[LayerKind, list[int]] = {}
+    for layer, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(layer)
+    fewest, most = (choose(map(len, members.values())) for choose in (min, max))
+    size = most if most < 1.25 * fewest else fewest
+    return KVGroups(
+        tuple(
+            KVGroup(kind, tuple(layers[first : first + size]))
+            for kind, layers in sorted(members.items(), key=lambda item: item[0].window is not None)
+            for first in range(0, len(layers), size)
+        )
+    )

@@ -1,0 +1,185 @@
+"""The formats in which models think. Each is a way to read; reader.py has the parts.
+
+The names, and what counts as thinking, are vLLM's (`--reasoning-parser`, vllm/reasoning). Where its whole and its
+streamed answers differ, these follow the streamed one, so that both are the same here. Whether the prompt has opened or
+closed the thinking is seen in the prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from minivllm.serve.reasoning.reader import ReasoningReader, Rest, Start, Thought, split
+
+
+class _TaggedReader(ReasoningReader):
+    """An opening, the thinking, an ending, the answer."""
+
+    may_open: tuple[str, ...]  # what begins the thinking, after spaces
+    thinks_unasked = False  # a fresh answer is thinking even without an opening
+
+    @property
+    def is_inside(self) -> bool:
+        return self._step == self._inside or (self._step == self._opening and self._unopened == self._inside)
+
+    def _first_step(self, start: Start) -> Callable[[], bool]:
+        if start is Start.BEHIND:
+            return self._behind
+        is_open = start is Start.INSIDE or self.thinks_unasked
+        self._unopened = self._inside if is_open else self._behind
+        return self._opening
+
+    def _opening(self) -> bool:
+        text = self._held.lstrip()
+        if found := next((opening for opening in self.may_open if text.startswith(opening)), None):
+            self._held, self._step = text[len(found) :], self._inside
+            return True
+        if any(opening.startswith(text) for opening in self.may_open):
+            return False
+        self._step = self._unopened
+        return True
+
+    def _inside(self) -> bool:
+        if self._tell_until(self.endings, Thought) is None:
+            return False
+        self._step = self._behind
+        return True
+
+    def _behind(self) -> bool:
+        self._tell(Rest, self._held)
+        self._held = ""
+        return False
+
+
+class Qwen3Reader(_TaggedReader):
+    """<think>...</think>, then the answer: Qwen 3 and models like it (GLM 4.5, SmolLM3). Templates since Qwen's 2507
+    release end the prompt with <think>; before, the model writes it. An answer that begins with neither has no
+    thinking."""
+
+    markers = ("<think>", "</think>")
+    marks = (("<think>",), ("</think>",))
+    opened_by = openings = may_open = ("<think>",)
+    closed_by = endings = ("</think>",)
+
+
+class DeepSeekR1Reader(Qwen3Reader):
+    """The same, and a fresh answer is thinking until </think>, whether it writes <think> or not: DeepSeek R1."""
+
+    marks = (("<｜Assistant｜>", "<think>"), ("<｜Assistant｜>", "</think>"))
+    openings = ()
+    thinks_unasked = True
+
+
+class MistralReader(_TaggedReader):
+    """[THINK]...[/THINK], at the beginning or behind some words: Magistral. An ending of what was never begun is
+    dropped."""
+
+    markers = ("[THINK]", "[/THINK]")
+    marks = (("[THINK]",),)
+    opened_by = openings = may_open = ("[THINK]",)
+    closed_by = endings = ("[/THINK]",)
+
+    def _first_step(self, start: Start) -> Callable[[], bool]:
+        return self._before if start is Start.FRESH else super()._first_step(start)
+
+    def _before(self) -> bool:
+        marker = self._tell_until(self.markers, Rest)
+        if marker in self.openings:
+            self._step = self._inside
+        return marker is not None
+
+
+class GraniteReader(_TaggedReader):
+    """Here is my thought process: ... Here is my response: ...: Granite 3.2, whose weights say "Here's" at times."""
+
+    markers = ()  # words, and no tokens
+    marks = (("Here is my thought process:",),)
+    opened_by = openings = may_open = ("Here is my thought process:", "Here's my thought process:")
+    closed_by = endings = ("Here is my response:", "Here's my response:")
+
+
+CHANNEL, MESSAGE, END, START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
+RETURN, CALL, CONSTRAIN = "<|return|>", "<|call|>", "<|constrain|>"
+_RECIPIENT, _CHANNEL = re.compile(r"\bto=(\S+?)(?=<\||\s|$)"), re.compile(r"<\|channel\|>\s*(\w+)")
+_SENDER = re.compile(r"^\s*(<\|start\|>)?assistant")
+
+
+class HarmonyReader(ReasoningReader):
+    """OpenAI's harmony, which gpt-oss writes: messages, each in a channel.
+
+        <|channel|>analysis<|message|>...<|end|>                                         thinking
+        <|start|>assistant<|channel|>commentary to=functions.f ...<|message|>...<|call|>  a call
+        <|start|>assistant<|channel|>final<|message|>...<|return|>                       content; commentary is, too
+
+    A call is handed on as it stands, from its <|channel|>, for the tool parser to read; of all else only the text. Two
+    messages of one kind are parted by a line end, as in vLLM. The format: openai/harmony, docs/format.md.
+    """
+
+    markers = (CHANNEL, MESSAGE, END, START, RETURN, CALL, CONSTRAIN)
+    marks = ((f"{CHANNEL}analysis",),)
+    opened_by = (f"{CHANNEL}analysis{MESSAGE}",)
+    closed_by = (f"{CHANNEL}final{MESSAGE}",)
+    endings = (f"{CHANNEL}final{MESSAGE}",)
+    farewell = f"{END}{START}assistant"
+    before = f"{END}{START}assistant"
+    leavings = (f"{CHANNEL}commentary",)
+    calls = (f"{CHANNEL}commentary to=functions.", f"{START}assistant to=functions.")
+
+    def _first_step(self, start: Start) -> Callable[[], bool]:
+        self._kind: type[Thought] | type[Rest] = Thought if start is Start.INSIDE else Rest  # of the message's text
+        self._is_call = False
+        self._parting = ""  # comes before the message's text
+        self._told: set[type] = set()  # kinds of text that there were
+        return self._header if start is Start.FRESH else self._body
+
+    @property
+    def is_inside(self) -> bool:
+        return self._step == self._body and self._kind is Thought
+
+    def _header(self) -> bool:
+        text = self._held.lstrip()
+        begins = (CHANNEL, START, MESSAGE, "to=")
+        if not text.startswith(begins) and not any(begin.startswith(text) for begin in begins):
+            self._begin("")  # no harmony at all: it is content
+            return True
+        header, marker, rest = text.partition(MESSAGE)
+        if not marker:
+            return False
+        self._held = rest
+        self._begin(header)
+        return True
+
+    def _begin(self, header: str) -> None:
+        """header: of a message whose text comes next."""
+        found, to = _CHANNEL.search(header), _RECIPIENT.search(header)
+        channel, recipient = found[1] if found else "final", to[1] if to else None
+        self._is_call = recipient is not None and (channel != "analysis" or recipient.startswith("functions."))
+        self._kind = Thought if channel == "analysis" and not self._is_call else Rest
+        self._parting = "\n" if self._kind in self._told and not self._is_call else ""
+        if self._is_call:
+            own = _SENDER.sub("", header).strip()  # the recipient may stand before the channel, too
+            own = own if own.startswith(CHANNEL) else f"{CHANNEL}{channel} to={recipient} {CONSTRAIN}json"
+            self._tell(Rest, own + MESSAGE)
+        self._step = self._body
+
+    def _body(self) -> bool:
+        before, marker, self._held = split(self._held, (END, RETURN, CALL, START, CHANNEL))
+        if before:
+            self._tell(self._kind, self._parting + before)
+            self._parting = ""
+            if not self._is_call:
+                self._told.add(self._kind)
+        if marker is None:
+            return False
+        if self._is_call:
+            self._tell(Rest, marker if marker in (END, RETURN, CALL) else CALL)
+        if marker in (START, CHANNEL):  # the end of the message was forgotten
+            self._held = marker + self._held
+        self._step = self._header
+        return True
+
+    def end(self) -> list[Thought | Rest]:
+        if self._step == self._header and "<" in self._held:  # a header that was cut off is nobody's text
+            self._held = ""
+        return super().end()

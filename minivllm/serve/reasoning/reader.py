@@ -1,0 +1,130 @@
+"""Telling thinking from answer in a text that is still being written.
+
+A reader holds back what may be the beginning of a marker and tells everything else at once, so how the text was cut on
+its way makes no difference to what its events add up to. Markers are in neither part; all other characters, spaces too,
+are in one of them, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, NamedTuple
+
+
+class Thought(NamedTuple):
+    text: str
+
+
+class Rest(NamedTuple):
+    """Of the answer: what a tool parser reads next, or the content."""
+
+    text: str
+
+
+Event = Thought | Rest
+
+
+class Start(enum.Enum):
+    """Where the prompt has left the model."""
+
+    FRESH = "fresh"  # it may think, or answer at once
+    INSIDE = "inside"  # the prompt has opened the thinking
+    BEHIND = "behind"  # the prompt has closed it: thinking is switched off, or the answer goes on
+
+
+class ReasoningReader:
+    """markers: what the format writes around thinking; where these are special tokens, the text must show them.
+    marks: what shows that a chat template writes the format (marks.py). opened_by, closed_by: how a prompt ends that
+    has begun, or ended, the thinking.
+
+    The rest is for who forces tokens (structured/prelude.py). openings: what begins the thinking of a fresh answer;
+    none: it is open. endings: what ends it; the first is what is forced, after as much of `farewell` as has not come
+    just now; `before` stands before a fresh answer. leavings: what begins an answer of another kind without an ending,
+    calls: a call.
+    """
+
+    markers: ClassVar[tuple[str, ...]]
+    marks: ClassVar[tuple[tuple[str, ...], ...]]
+    opened_by: ClassVar[tuple[str, ...]]
+    closed_by: ClassVar[tuple[str, ...]]
+    openings: ClassVar[tuple[str, ...]] = ()
+    endings: ClassVar[tuple[str, ...]]
+    farewell: ClassVar[str] = ""
+    before: ClassVar[str] = ""
+    leavings: ClassVar[tuple[str, ...]] = ()
+    calls: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, start: Start = Start.FRESH):
+        self._held = ""  # not told yet
+        self._events: list[Event] = []
+        self._step: Callable[[], bool] = self._first_step(start)  # True: it has moved on, and there may be more to do
+
+    def _first_step(self, start: Start) -> Callable[[], bool]:
+        raise NotImplementedError
+
+    @property
+    def is_inside(self) -> bool:
+        """What comes now is thinking, or ends it."""
+        raise NotImplementedError
+
+    @classmethod
+    def start_of(cls, prompt: str, begun: str | None) -> Start:
+        """begun: the text of the assistant's last message, if the answer goes on with it."""
+        if begun is not None:
+            return Start.INSIDE if last(begun, cls.opened_by) > last(begun, cls.closed_by) else Start.BEHIND
+        prompt = prompt.rstrip()
+        if prompt.endswith(cls.opened_by):
+            return Start.INSIDE
+        return Start.BEHIND if prompt.endswith(cls.closed_by) else Start.FRESH
+
+    def push(self, text: str) -> list[Event]:
+        """What more text brings."""
+        self._held += text
+        while self._step():
+            pass
+        return self._drain()
+
+    def end(self) -> list[Event]:
+        """What was held back until the text was over."""
+        self._tell(Thought if self.is_inside else Rest, self._held)
+        self._held = ""
+        return self._drain()
+
+    def _tell(self, kind: type[Event], text: str) -> None:
+        if not text:
+            return
+        if self._events and isinstance(self._events[-1], kind):
+            text = self._events.pop().text + text
+        self._events.append(kind(text))
+
+    def _tell_until(self, markers: Collection[str], kind: type[Event]) -> str | None:
+        """Tell what comes before one of the markers, which is taken and returned. None: none has come yet."""
+        before, marker, self._held = split(self._held, markers)
+        self._tell(kind, before)
+        return marker
+
+    def _drain(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+
+def split(text: str, markers: Collection[str]) -> tuple[str, str | None, str]:
+    """(what comes before the first marker, the marker, what comes after); without one (what is told, None, the end of
+    the text that may be a marker's beginning)."""
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if found:
+        at, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    held = max(overlap(text, marker) for marker in markers)
+    return text[: len(text) - held], None, text[len(text) - held :]
+
+
+def overlap(text: str, marker: str) -> int:
+    """How many characters at the text's end are the marker's beginning."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
+
+
+def last(text: str, markers: Sequence[str]) -> int:
+    return max(text.rfind(marker) for marker in markers)

@@ -1,0 +1,34 @@
+"""Calls whose arguments are no JSON: it is made of them, member by member."""
+
+from __future__ import annotations
+
+from minivllm.serve.tools.json_reader import Reading
+from minivllm.serve.tools.reader import Call, TaggedReader
+from minivllm.serve.tools.values import Value, json_of, types_of
+
+
+class TypedReader(TaggedReader):
+    """The function's schema says what type a value has (values.py)."""
+
+    def key(self, call: Call, key: str) -> None:
+        self.made(call, f"{', ' if call.num_members else '{'}{json_of(key)}: ")
+        call.num_members += 1
+
+    def value(self, call: Call, key: str, end: str, frame: str = "") -> Reading:
+        """Plain text, and `end`. frame: what stands around it, once on each side, and is no part of it."""
+        self.key(call, key)
+        value = Value(self.types(call, key), lambda text: self.made(call, text), frame)
+        yield from self.until(end, value.add)
+        value.end()
+
+    def types(self, call: Call, key: str) -> frozenset[str]:
+        return types_of(self.functions[call.name], key)
+
+    def close(self, call: Call) -> None:
+        call.has_arguments = True
+        self.made(call, "}" if call.num_members else "{}")
+
+    def made(self, call: Call, text: str) -> None:
+        call.untold.append(text)
+        call.looks_right = True
+        self._tell(call)

@@ -1,0 +1,104 @@
+"""Models by name for a simulated device: what their published config.json says of sizes, and nothing else.
+
+A simulated model needs no weights, so a name is enough. Where a checkpoint is published in few bits (DeepSeek-V3 in
+fp8, gpt-oss with experts in MXFP4), so is it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minivllm.loading.dummy import SHAPES
+
+
+def _llama(num_layers: int, hidden: int, heads: int, inner: int, **others: Any) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "intermediate_size": inner,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        **others,
+    }
+
+
+def _qwen3(num_layers: int, hidden: int, heads: int, inner: int, **others: Any) -> dict[str, Any]:
+    own = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
+    return _llama(num_layers, hidden, heads, inner, **own, **others)
+
+
+def _opt(num_layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "opt",
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "vocab_size": 50_272,
+        "max_position_embeddings": 2048,
+    }
+
+
+_QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
+_MISTRAL = {"max_position_embeddings": 32_768}
+_EVERY_SIXTH = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(62)]
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": SHAPES["llama-3.1-8b"],
+    "llama-3.1-70b": _llama(80, 8192, 64, 28_672),
+    "llama-3.3-70b": _llama(80, 8192, 64, 28_672),
+    "llama-3.1-405b": _llama(126, 16_384, 128, 53_248),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
+    "qwen3-30b-a3b": SHAPES["qwen3-30b-a3b"],
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12_288, **_QWEN3_EXPERTS, moe_intermediate_size=1536)
+    | {"num_key_value_heads": 4},
+    "mistral-7b": _llama(32, 4096, 32, 14_336) | _MISTRAL | {"vocab_size": 32_768},
+    "mixtral-8x7b": _llama(32, 4096, 32, 14_336, num_local_experts=8, num_experts_per_tok=2)
+    | _MISTRAL
+    | {"vocab_size": 32_000},
+    "gemma-3-27b": _llama(62, 5376, 32, 21_504, head_dim=128, tie_word_embeddings=True)
+    | {"num_key_value_heads": 16, "vocab_size": 262_208, "sliding_window": 1024, "layer_types": _EVERY_SIXTH},
+    "opt-13b": _opt(40, 5120, 40),
+    "opt-30b": _opt(48, 7168, 56),
+    "opt-66b": _opt(64, 9216, 72),
+    "opt-175b": _opt(96, 12_288, 96),
+    "deepseek-v3": {
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "intermediate_size": 18_432,
+        "vocab_size": 129_280,
+        "max_position_embeddings": 163_840,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "quantization_config": {"quant_method": "fp8"},
+    },
+    "gpt-oss-120b": {
+        "num_hidden_layers": 36,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "vocab_size": 201_088,
+        "max_position_embeddings": 131_072,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+}
