@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-fast microbench lint format matrix sanitize sanitize-blocks soak attack fuzz fuzz-api bench peers site chapters traces relock lock sbom clients peers-suites clean
+.PHONY: help setup serve chat test test-all test-fast microbench lint format matrix sanitize sanitize-blocks soak attack fuzz fuzz-api bench peers site chapters traces relock lock sbom clients peers-suites clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,8 +61,18 @@ format: $(INSTALLED)  ## ruff, changing files
 # Tests look at results, not at speed: threads that wait asleep leave the cores to the servers under test.
 # Bytecode is kept: else each of hundreds of processes would compile our modules again, a second of a core.
 # A process a core, file by file (tests/conftest.py); ARGS="-n 0" runs them in one, and `pytest FILE` needs no make.
-test: setup lint  ## everything that CI checks, on all cores (ARGS="-k prefix")
-	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n auto --dist loadfile --durations=20 $(ARGS)
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n auto --dist loadfile --durations=20
+test: setup lint  ## the gate: what CI checks, on all cores (ARGS="-k prefix")
+	$(PYTEST) --area=gate $(ARGS)
+
+# What looks deeper than the gate (tests/areas.py). An area whose tests fail does not stop those after it.
+AREA ?= kernels card conformance chapters site fire attack clients compile timing sanitize
+test-all: setup  ## all that `make test` leaves out, area by area (AREA="kernels card": some of them)
+	@failed=; for area in $(AREA); do \
+		echo "area $$area"; \
+		if [ $$area = sanitize ]; then $(MAKE) sanitize; else $(PYTEST) --area=$$area $(ARGS); fi \
+			|| failed="$$failed $$area"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
 
 FAST := scheduler kv fuzz benchmarks test_config.py test_matrix.py engine/test_detokenizer.py engine/test_output.py
 test-fast: $(INSTALLED)  ## the control plane alone, on all cores: no torch, no model, within a minute

@@ -14,6 +14,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import areas
 import pytest
 from hypothesis import settings
 
@@ -91,7 +92,19 @@ def pytest_runtest_protocol(item):
         return (yield)  # and closing the files gives both back
 
 
-def pytest_collection_modifyitems(items):
+def pytest_ignore_collect(collection_path, config):
+    """Files of other areas are not even imported."""
+    if (area := config.getoption("--area")) is None or not collection_path.is_relative_to(config.rootpath / "tests"):
+        return None
+    path = collection_path.relative_to(config.rootpath).as_posix() + "/" * collection_path.is_dir()
+    return None if areas.may_hold(path, area) else True
+
+
+def pytest_collection_modifyitems(config, items):
+    if (area := config.getoption("--area")) is not None:
+        of = [areas.area_of(item.nodeid, bool(item.get_closest_marker("alone"))) for item in items]
+        config.hook.pytest_deselected(items=[item for item, its in zip(items, of, strict=True) if its != area])
+        items[:] = [item for item, its in zip(items, of, strict=True) if its == area]
     if WORKER:
         items.sort(key=lambda item: _rank(item.nodeid))  # stable: a file's own order stays
 
@@ -130,6 +143,9 @@ def the_same_draws_in_every_run():
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--area", choices=[areas.GATE, *areas.AREAS], help="the gate's tests alone, or an area's: areas.py"
+    )
     parser.addoption("--matrix", metavar="FILE", type=Path, help="write the conformance tests' outcomes as JSON")
 
 
