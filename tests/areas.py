@@ -22,7 +22,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "fire": ("tests/fire/",),
     "attack": ("tests/attack/",),
     "clients": ("tests/clients/",),
-    "compile": ("tests/compile/",),
+    "compile": ("tests/compile/", "tests/models/test_moe.py::test_compiled_pieces"),
     "timing": (),  # what is marked `alone`, wherever it is
 }
 

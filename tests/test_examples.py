@@ -62,7 +62,7 @@ def test_prompts_that_come_together_share_steps(run):
     *lines, last = run("offline_generate.py", MODEL).rstrip().split("\n")
     assert len(lines) == 3 and all(" -> " in line for line in lines)
     num_tokens, num_steps = map(int, re.fullmatch(r"(\d+) tokens in (\d+) steps of the engine", last).groups())
-    assert num_tokens == 3 * 20 and num_steps < num_tokens / 2
+    assert num_tokens <= 3 * 20 and num_steps <= 20 and num_steps < num_tokens / 2  # a text may end early
 
 
 def test_random_weights_follow_the_schema_too(run):

@@ -264,7 +264,9 @@ void soften(const Call& call, const Tile& tile, int head, const Chunk& chunk, in
   for (int m = 0; m < rows; m += LANES) {
     const Floats old = load<Floats>(&scratch.peak[m]), peak = load<Floats>(&scratch.base[m]);
     const Floats base = peak == none ? Floats{} : peak;  // nothing seen so far: weights are 2^-inf, not 2^NaN
-    const Floats shrink = exp2_of_negative(old - base);
+    // Exactly 1 where the peak stays, which exp2_of_negative(0) is not on AVX-512: what a row sees nothing of may not
+    // change its bits.
+    const Floats shrink = old == base ? splat(1) : exp2_of_negative(old - base);
     store(&scratch.peak[m], peak);
     store(&scratch.base[m], base);
     store(&scratch.shrink[m], shrink);

@@ -135,6 +135,9 @@ class TreeWeights:
     def kept_in(self, module: str) -> str:
         return module
 
+    def parts(self, module: str, rows: Tensor) -> Mapping[str, Tensor]:
+        return {module: rows}
+
     def tensors(self, model: Any) -> dict[str, Tensor]:
         return {name: to.view for name, to in self.destinations(model).items() if to.view is not None}
 

@@ -112,7 +112,7 @@ def test_rows_are_taken_by_position_in_any_order():
     assert not torch.allclose(rows[0], rows[1])
 
 
-@pytest.mark.parametrize("kind", FREQUENCIES)
+@pytest.mark.parametrize("kind", [kind for kind in FREQUENCIES if kind != "longrope"])  # whose factors say so
 def test_only_position_interpolation_slows_the_fastest_pair(kind):
     fastest = float(FREQUENCIES[kind](RopeSpec(kind, 10_000.0, 2.0, 4096), 64).per_pair[0])
     assert fastest == (0.5 if kind == "linear" else 1.0)
