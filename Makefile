@@ -61,18 +61,16 @@ format: $(INSTALLED)  ## ruff, changing files
 # Tests look at results, not at speed: threads that wait asleep leave the cores to the servers under test.
 # Bytecode is kept: else each of hundreds of processes would compile our modules again, a second of a core.
 # A process a core, file by file (tests/conftest.py); ARGS="-n 0" runs them in one, and `pytest FILE` needs no make.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -n auto --dist loadfile --durations=20
+QUIETLY := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive
 test: setup lint  ## the gate: what CI checks, on all cores (ARGS="-k prefix")
-	$(PYTEST) --area=gate $(ARGS)
+	$(QUIETLY) $(PY) -m pytest -n auto --dist loadfile --durations=20 --area=gate $(ARGS)
 
-# What looks deeper than the gate (tests/areas.py). An area whose tests fail does not stop those after it.
-AREA ?= kernels card conformance chapters site fire attack clients compile timing sanitize
-test-all: setup  ## all that `make test` leaves out, area by area (AREA="kernels card": some of them)
-	@failed=; for area in $(AREA); do \
-		echo "area $$area"; \
-		if [ $$area = sanitize ]; then $(MAKE) sanitize; else $(PYTEST) --area=$$area $(ARGS); fi \
-			|| failed="$$failed $$area"; \
-	done; [ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+# What looks deeper than the gate (tests/areas.py). An area whose tests fail does not stop those after it; one that these
+# files have passed is not run again unless it is named. AREA=changed: those that look at what differs from SINCE.
+AREA ?=
+SINCE ?= main
+test-all: setup  ## all that `make test` leaves out, area by area (AREA="kernels card", or AREA=changed SINCE=main)
+	$(QUIETLY) $(PY) tests/run_areas.py $(AREA) --since "$(SINCE)" --args="$(ARGS)"
 
 FAST := scheduler kv fuzz benchmarks test_config.py test_matrix.py engine/test_detokenizer.py engine/test_output.py
 test-fast: $(INSTALLED)  ## the control plane alone, on all cores: no torch, no model, within a minute

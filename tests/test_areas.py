@@ -1,29 +1,44 @@
-"""What `make test` leaves out, an area has; and areas name what exists."""
+"""What `make test` leaves out, an area has; and of each area it is known what it looks at."""
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
+from itertools import chain
 from pathlib import Path
 
-from areas import AREAS, GATE, area_of, may_hold
+import pytest
+from areas import ALL, AREAS, EVERYWHERE, GATE, GATE_ALONE, SOURCES, area_of, changed, looks_at, may_hold
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
 
 
+def ids(file: str) -> list[str]:
+    """Of a file's tests, without their parameters."""
+    defs = (ast.FunctionDef, ast.AsyncFunctionDef)
+    body = ast.parse((ROOT / file).read_text()).body
+    inside = [(f"{c.name}::", f) for c in body if isinstance(c, ast.ClassDef) for f in c.body]
+    functions = [*(("", f) for f in body), *inside]
+    return [f"{file}::{of}{f.name}" for of, f in functions if isinstance(f, defs) and f.name.startswith("test_")]
+
+
 def test_every_name_of_an_area_begins_a_test_that_is_there():
-    for name in (name for names in AREAS.values() for name in names):
+    for name in chain(*AREAS.values()):
         path, _, test = name.partition("::")
         assert (ROOT / path).exists()
         assert not test or re.search(rf"^(async )?def {test}", (ROOT / path).read_text(), re.MULTILINE)
 
 
-def test_a_file_is_read_by_the_area_that_its_tests_are_in():
-    for file in FILES:
-        nodeid = f"{file}::test_something"
-        assert may_hold(file, area_of(nodeid)) and may_hold(file, area_of(nodeid, alone=True))
-        for folder in Path(file).parents[:-1]:
-            assert may_hold(f"{folder.as_posix()}/", area_of(nodeid))
+def test_each_test_is_run_by_the_gate_or_by_one_area_and_by_no_other():
+    tests = [(file, nodeid, alone) for file in FILES for nodeid in ids(file) for alone in (False, True)]
+    assert len(tests) > 5000
+    for file, nodeid, alone in tests:
+        # As tests/conftest.py does: a folder or file that may hold none is not read.
+        places = (*(f"{folder.as_posix()}/" for folder in Path(file).parents[:-1]), file)
+        runs = [a for a in (GATE, *AREAS) if all(may_hold(p, a) for p in places) and area_of(nodeid, alone) == a]
+        assert len(runs) == 1, (nodeid, runs)
 
 
 def test_only_what_is_about_time_changes_its_area():
@@ -32,6 +47,52 @@ def test_only_what_is_about_time_changes_its_area():
     assert area_of("tests/kv/test_pool.py::test_it") == GATE
 
 
-def test_the_makefile_runs_every_area():
-    makefile = (ROOT / "Makefile").read_text()
-    assert re.search(r"^AREA \?= (.*)$", makefile, re.MULTILINE)[1].split() == [*AREAS, "sanitize"]
+# ---------------------------------------------------------------------------------------- sources
+
+
+def test_of_every_file_it_is_said_who_looks_at_it():
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True
+    )
+    files = listed.stdout.decode().split()
+    if not files:
+        pytest.skip("no repository here")
+    for file in files:
+        assert file.startswith(GATE_ALONE) or any(looks_at(area, file) for area in ALL), file
+    for name in {*chain(*SOURCES.values()), *EVERYWHERE, *GATE_ALONE}:
+        assert any(file.startswith(name) for file in files), f"{name} is nowhere"
+
+
+def imported(path: Path) -> set[str]:
+    """What a file imports of this repository, as paths from its root."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    paths = [name.replace(".", "/") for name in found]
+    there = [ROOT / f"{of}{path}{end}" for path in paths for of in ("", "tests/") for end in (".py", "/__init__.py")]
+    return {
+        path.resolve().relative_to(ROOT).as_posix() for path in there if path.is_file()
+    }  # minivllm/kernels is a link
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_an_area_looks_at_what_its_tests_import(area):
+    own = [path for path in (ROOT / "tests").rglob("*.py") if area_of(path.relative_to(ROOT).as_posix()) == area]
+    assert own or area == "timing"
+    for path in own:
+        for source in imported(path):
+            assert looks_at(area, source), f"{path.name} imports {source}"
+
+
+def test_a_change_is_looked_at_by_the_areas_that_name_it():
+    assert changed(["tests/sanitize/mask.cpp"]) == {"sanitize": "tests/sanitize/mask.cpp"}
+    assert changed(["docs/gpu.md", "LICENSE"]) == {"site": "docs/gpu.md"}
+    assert changed(["tests/fire/test_kill.py"]) == {
+        "fire": "tests/fire/test_kill.py",
+        "attack": "tests/fire/test_kill.py",
+    }
+    assert changed(["tests/kv/test_pool.py", ".gitignore"]) == {}
+    assert list(changed(["pyproject.toml"])) == [*ALL]

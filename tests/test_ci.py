@@ -1,4 +1,4 @@
-"""What .github/workflows/ci.yml and CHANGELOG.md name exists: neither is run here, so neither may go stale."""
+"""What .github/workflows and CHANGELOG.md name exists: neither is run here, so neither may go stale."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import areas
+import pytest
 import yaml
 
 import minivllm
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+NIGHTLY = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
 WORKFLOW = yaml.safe_load(TEXT)
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -48,11 +51,20 @@ def test_the_lint_job_is_the_lint_target_with_the_same_ruff():
     assert install[4] in PYPROJECT["optional-dependencies"]["dev"]
 
 
-def test_it_needs_no_secret_and_may_only_read():
-    assert "secrets" not in TEXT and WORKFLOW["permissions"] == {"contents": "read"}
-    assert WORKFLOW[True].keys() == {"push", "pull_request"}  # YAML 1.1 reads the key `on` as true
-    used = {step["uses"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "uses" in step}
+@pytest.mark.parametrize("text, when", [(TEXT, {"push", "pull_request"}), (NIGHTLY, {"schedule", "workflow_dispatch"})])
+def test_it_needs_no_secret_and_may_only_read(text, when):
+    workflow = yaml.safe_load(text)
+    assert "secrets" not in text and workflow["permissions"] == {"contents": "read"}
+    assert workflow[True].keys() == when  # YAML 1.1 reads the key `on` as true
+    used = {step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step}
     assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", action) for action in used)
+
+
+def test_every_night_each_area_is_run_by_a_job_of_its_own():
+    job = yaml.safe_load(NIGHTLY)["jobs"]["area"]
+    assert job["strategy"] == {"fail-fast": False, "matrix": {"area": [*areas.ALL]}}
+    assert job["timeout-minutes"] <= 60
+    assert job["steps"][-1]["run"] == "make test-all AREA=${{ matrix.area }}" and "\ntest-all:" in MAKEFILE
 
 
 def test_the_changelog_has_this_version_and_what_comes_next():
