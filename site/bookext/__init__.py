@@ -30,18 +30,24 @@ def name_headings(app: Sphinx, page: str, template: str, context: dict[str, Any]
             context[part] = context[part].replace('role="heading"', 'role="heading" aria-level="2"')
 
 
+_stem = SearchEnglish({}).stem
+SAYS_NOTHING = """
+    above alone also another any b back because become becomes before behind beside besides c can come comes does
+    during else even ever every far first four get gets give gives go goes hold holds k keep keeps kept know knows
+    last leave leaves left less lie lies like long longer look looks m made make makes many may mean means much must
+    need needs never next nobody none nothing now once one ones only others own place places r s said say says see
+    sees since small stand stands stay stays still take takes themselves thing things three together turn turns two
+    v very want wants way ways whole whose why without yet
+"""
+
+
 class SearchWords(SearchEnglish):
     """What the search knows: words. What begins with a digit is a figure of some run, or a commit's hash; and with an
     underscore, a name that is private to the code that is quoted. Nor what is on most pages and says nothing: the index
     is loaded whole, and such a word lists all of them."""
 
-    # Sphinx asks of stems too, and of words at a sentence's beginning, which its own list does not know.
-    stopwords = frozenset(SearchEnglish.stopwords) | {
-        *("ani", "becaus", "befor", "doe", "dure", "onc", "onli", "s", "themselv", "veri", "whi"),
-        *("also", "anoth", "another", "beside", "besid", "everi", "every", "mani", "many", "one", "others"),
-        *("come", "els", "else", "even", "give", "much", "noth", "nothing", "still", "take", "two", "without"),
-        *("ever", "first", "last", "like", "next", "own", "said", "say", "see", "thing", "three", "way", "whose"),
-    }
+    # Of each its stem, too: a word whose stem says nothing is asked for as it stands, by Sphinx and by who searches.
+    stopwords = frozenset(SearchEnglish.stopwords) | {f for word in SAYS_NOTHING.split() for f in (word, _stem(word))}
 
     def word_filter(self, word: str) -> bool:
         return not (word[:1].isdigit() or word.startswith("_")) and super().word_filter(word.lower())

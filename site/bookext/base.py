@@ -74,3 +74,8 @@ class Directive(SphinxDirective):
 
 def html(text: str) -> nodes.raw:
     return nodes.raw("", text, format="html")
+
+
+def picture(text: str) -> nodes.raw:
+    """HTML that is looked at: without its tags, what stands in it is no sentence, and the search need not know it."""
+    return nodes.raw("", text, format="html", classes=["no-search"])

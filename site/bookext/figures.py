@@ -12,7 +12,7 @@ from docutils.parsers.rst import directives
 from sphinx.util.docutils import SphinxRole
 
 from bookext import batchrows, charts, guesses, records, replay, widgets
-from bookext.base import EXPECTED, USED, Directive, html
+from bookext.base import EXPECTED, USED, Directive, html, picture
 from chapters import harness
 
 MORE_IS_BETTER = ("throughput", "kv_used", "running")  # of the metrics of bench/latency.py
@@ -89,7 +89,7 @@ class Chart(Directive):
 
     def figure(self, drawn: str, head: list[str], cells: list[list[Any]]) -> list[nodes.Node]:
         table = html(f"<details><summary>The numbers</summary>{charts.table(head, cells)}</details>")
-        return [self.box("chart", html(drawn), self.caption(), table)]
+        return [self.box("chart", picture(drawn), self.caption(), table)]
 
     def series(self, rows: list[Any], text: str) -> charts.Series:
         path, name, meaning = split(text)
@@ -127,7 +127,7 @@ class Ratios(Directive):
         found = self.picked(self.arguments[0])
         wanted = [part.strip().split(" = ") for part in self.options["only"].split("|")]
         shown = [ratio_of(found, name, title) for name, title in wanted if name in found]
-        return [self.box("chart", html(charts.waterfall(shown, self.options["unit"])), self.caption())]
+        return [self.box("chart", picture(charts.waterfall(shown, self.options["unit"])), self.caption())]
 
 
 class Ablation(Directive):
@@ -162,7 +162,7 @@ class Ablation(Directive):
         if wholes is not None and self.options["kind"] == "path" and len({row["workload"] for row in rows}) == 1:
             bars = stacked(bars) + [ratio_of(row["ratios"], metric, "together") for row in wholes]
         better = "more" if metric in MORE_IS_BETTER else "less"
-        return html(charts.waterfall(bars, f"{SPOKEN.get(metric, metric)}: times as much ({better} is better)"))
+        return picture(charts.waterfall(bars, f"{SPOKEN.get(metric, metric)}: times as much ({better} is better)"))
 
     def cells(self, row: dict[str, Any], metric: str) -> list[str]:
         name = row["metric"] if metric == "own" else metric
@@ -304,14 +304,14 @@ class Widget(Directive):
     def build(self) -> list[nodes.Node]:
         kind, *names = self.arguments
         if kind == "roofline":
-            return [self.box("chart", html(self.roofline(names[0])), self.caption())]
+            return [self.box("chart", picture(self.roofline(names[0])), self.caption())]
         runs = [replay.load(name) for name in names]
         for name in names:
             self.env.note_dependency(str(replay.TRACES / f"{name}.jsonl"))
         drawn = self.replayed(kind, names, runs)
         told = nodes.paragraph("", f"Recorded on {replay.provenance(runs[-1])}; again by ", classes=["caption"])
         told += nodes.literal(text=f"python -m chapters.record_traces {' '.join(names)}")
-        return [self.box("chart", html(drawn), self.caption(), told)]
+        return [self.box("chart", picture(drawn), self.caption(), told)]
 
     def replayed(self, kind: str, names: list[str], runs: list[Any]) -> str:
         start = self.options.get("start")

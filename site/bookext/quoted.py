@@ -8,7 +8,7 @@ from docutils import nodes
 from docutils.parsers.rst import directives
 
 from bookext import charts, codemap, quotes, records
-from bookext.base import Directive, html
+from bookext.base import Directive, html, picture
 from chapters import harness
 from minivllm.cli import chapter as book
 
@@ -99,4 +99,4 @@ class Map(Directive):
     """`{codemap}`: the package's parts, by their real imports."""
 
     def build(self) -> list[nodes.Node]:
-        return [self.box("chart", html(f'<div class="scroll" tabindex="0">{codemap.draw()}</div>'), self.caption())]
+        return [self.box("chart", picture(f'<div class="scroll" tabindex="0">{codemap.draw()}</div>'), self.caption())]

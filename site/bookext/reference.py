@@ -20,7 +20,7 @@ from typing import Any
 from docutils import nodes
 
 from bookext import charts, quotes
-from bookext.base import Directive, html
+from bookext.base import Directive, html, picture
 from minivllm import features, matrix
 from minivllm.cli import COMMANDS
 from minivllm.config import PRESETS, VLLM_NAMES, EngineConfig
@@ -253,7 +253,7 @@ class Matrix(Directive):
         )
         table = f'<table class="matrix"><thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table>'
         caption = f"Two features at a time: {len(names)} rows and columns"
-        return [html(f'<div class="scroll" tabindex="0" role="region" aria-label="{caption}">{table}</div>')]
+        return [picture(f'<div class="scroll" tabindex="0" role="region" aria-label="{caption}">{table}</div>')]
 
     @staticmethod
     def cell(outcomes: dict[Any, str], a: str, b: str) -> str:
