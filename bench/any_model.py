@@ -1,5 +1,6 @@
-"""Which of transformers' decoders run by its own code in the engine: each *ForCausalLM class of the installed version,
-built tiny with random weights, run and compared in fp32.
+"""Which of transformers' decoders run by its own code in the engine, and give its tokens?
+
+Each *ForCausalLM class of the installed version is built tiny with random weights, run and compared in fp32.
 
     python -m bench any_model                      # all, and the page's record: bench/results/any_model.json
     python -m bench any_model --only PhiForCausalLM,BloomForCausalLM  # what they are now; the rest as it was
@@ -22,7 +23,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +150,10 @@ def _told(name: str, why: str) -> str:
 
 
 def in_a_process(name: str) -> dict[str, Any]:
-    """What became of a class. The process is a copy of this one, so that transformers is imported once."""
-    import_all()
-    context = multiprocessing.get_context("fork")
+    """What became of a class. Its process is a copy of one that has imported all and computed nothing: a copy of this
+    one would wait for threads of torch that were not copied with it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTS])
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(theirs, name))
     start = time.perf_counter()
@@ -176,16 +177,10 @@ def in_a_process(name: str) -> dict[str, Any]:
     return outcome | {"seconds": round(time.perf_counter() - start, 1)}
 
 
-def import_all() -> None:
-    """What every class needs: once, by the process that is copied."""
+def _send(pipe: Any, name: str) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    for module in IMPORTS:
-        import_module(module)
-
-
-def _send(pipe: Any, name: str) -> None:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
         pipe.send(try_class(name, lambda: pipe.send(BUILT)))
 
