@@ -30,3 +30,16 @@ def served(request):
     if url := os.environ.get("CLIENTS_URL"):
         return Served(url, os.environ["CLIENTS_MODEL"])
     return Served(request.getfixturevalue("server").url, "dummy:tiny")
+
+
+@pytest.fixture(autouse=True)
+def answers_that_last(request):
+    """An answer that a client leaves must not be over before the client has looked at its beginning."""
+    (capability,) = request.node.get_closest_marker("shows").args
+    if capability != "abort" or "CLIENTS_URL" in os.environ:
+        yield
+        return
+    from steps import before_each_step, slow_down
+
+    with before_each_step(request.getfixturevalue("server").engine, slow_down):
+        yield
