@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-all test-fast microbench lint format matrix sanitize sanitize-blocks soak attack fuzz fuzz-api bench peers site chapters traces relock lock sbom clients peers-suites clean
+.PHONY: help setup serve chat test test-all test-fast microbench lint check hooks format matrix sanitize sanitize-blocks soak attack fuzz fuzz-api bench peers site chapters traces relock lock sbom clients peers-suites clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,17 @@ lint: $(INSTALLED)  ## ruff and the type checker, without changing a file
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m basedpyright --pythonpath $(PY)
+
+# Side by side, since the type checker takes one core. The tests are the gate's that need no engine (tests/areas.py).
+check: $(INSTALLED)  ## before a commit, within a minute: ruff, types, layers, pages, words, results, names of tests
+	@$(PY) -m ruff check -q . && $(PY) -m ruff format -q --check .
+	@mkdir -p build
+	@$(PY) -m basedpyright --pythonpath $(PY) > build/types.txt 2>&1 & types=$$!; \
+		$(QUIETLY) $(PY) -m pytest -q -n 2 --dist loadfile --area=check $(ARGS); tests=$$?; \
+		wait $$types; types=$$?; cat build/types.txt; exit $$((tests || types))
+
+hooks:  ## run `make check` before each commit of this clone
+	git config core.hooksPath .githooks
 
 format: $(INSTALLED)  ## ruff, changing files
 	$(PY) -m ruff check --fix .

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 GATE = "gate"
+CHECK = "check"
 
 # An area's tests: folders, files and beginnings of tests' ids, from the repository's root.
 AREAS: dict[str, tuple[str, ...]] = {
@@ -20,7 +21,9 @@ AREAS: dict[str, tuple[str, ...]] = {
     "card": ("tests/card/", "tests/bench/test_gpu.py", "tests/bench/test_gpu_attention.py"),
     "conformance": ("tests/conformance/", "tests/lora/test_conformance.py", "tests/oracle/", "tests/fuzz/"),
     "chapters": ("tests/book/test_chapters.py", "tests/bench/"),
-    "site": ("tests/book/test_site.py", "tests/book/test_widgets.py", "tests/serve/test_page_browser.py"),
+    "site": (
+        *("tests/book/test_site_browser.py", "tests/book/test_widgets_browser.py", "tests/serve/test_page_browser.py"),
+    ),
     "fire": ("tests/fire/",),
     "attack": ("tests/attack/",),
     "clients": ("tests/clients/",),
@@ -30,35 +33,40 @@ AREAS: dict[str, tuple[str, ...]] = {
 SANITIZE = "sanitize"  # C++ programs, not tests of pytest's: `make sanitize`
 ALL = (*AREAS, SANITIZE)
 
+# Of the gate, what says in seconds that code, pages and tests hold to the rules of the house: `make check`.
+CHECKS = (
+    *("tests/book/test_fields.py", "tests/book/test_quotes.py", "tests/book/test_reference.py"),
+    *("tests/book/test_runs.py", "tests/book/test_site.py", "tests/book/test_spelling.py"),
+    *("tests/test_areas.py", "tests/test_ci.py", "tests/test_deploy.py", "tests/test_layers_of_the_house.py"),
+    *("tests/test_lock.py", "tests/test_matrix.py", "tests/test_protocols.py", "tests/test_security.py"),
+    *("tests/test_readme.py::test_e", "tests/test_readme.py::test_python_that_is_not_run"),
+    *("tests/test_readme.py::test_the_layers", "tests/test_readme.py::test_the_readme_is"),
+    *("tests/test_readme.py::test_the_row", "tests/test_readme.py::test_the_table"),
+)
+
 # ---------------------------------------------------------------------------------------- what an area looks at
 
-# What gives a batch its tokens, and what decides which tokens a batch has.
+
+def _paths(names: str, of: str = "") -> tuple[str, ...]:
+    return tuple(of + name for name in names.split())
+
+
+# What gives a batch its tokens; what decides which tokens a batch has; what starts processes; what answers clients.
 _FORWARD = (
-    *(
-        "kernels/",
-        "minivllm/kernels",
-        "minivllm/attention/",
-        "minivllm/batch.py",
-        "minivllm/compile/",
-        "minivllm/kv_groups.py",
-    ),
-    *("minivllm/layers/", "minivllm/loading/", "minivllm/lora/", "minivllm/models/", "minivllm/parallel/"),
-    *("minivllm/pooling/", "minivllm/quantization/", "minivllm/runner/", "minivllm/sampling/", "minivllm/spec_decode/"),
-    *("minivllm/structured/", "minivllm/machine.py", "minivllm/files.py"),
+    "kernels/",
+    *_paths("attention/ batch.py compile/ files.py kernels kv_groups.py layers/ loading/ lora/", of="minivllm/"),
+    *_paths("machine.py models/ parallel/ pooling/ quantization/ runner/ sampling/ spec_decode/", of="minivllm/"),
+    *_paths("structured/", of="minivllm/"),
 )
 _CONTROL = (
-    *("minivllm/config.py", "minivllm/engine/", "minivllm/executor/", "minivllm/facts.py", "minivllm/features.py"),
-    *("minivllm/kv/", "minivllm/plan.py", "minivllm/registry.py", "minivllm/request.py", "minivllm/scheduler/"),
-    *("minivllm/errors.py", "minivllm/__init__.py", "minivllm/trace.py", "minivllm/waiting.py"),
+    *_paths("__init__.py config.py engine/ errors.py executor/ facts.py features.py kv/ plan.py", of="minivllm/"),
+    *_paths("registry.py request.py scheduler/ trace.py waiting.py", of="minivllm/"),
 )
 _PROCESSES = (
-    "minivllm/child.py",
-    "minivllm/orphan.py",
-    "minivllm/sandbox.py",
-    "tests/forked.py",
-    "tests/eventually.py",
+    *_paths("child.py orphan.py sandbox.py", of="minivllm/"),
+    *_paths("eventually.py forked.py steps.py", of="tests/"),
 )
-_SERVER = ("minivllm/serve/", "minivllm/logs.py", "minivllm/upload.py", "tests/serve/conftest.py", *_PROCESSES)
+_SERVER = (*_paths("logs.py serve/ upload.py", of="minivllm/"), "tests/serve/conftest.py", *_PROCESSES)
 _ENGINE = (*_FORWARD, *_CONTROL, *_PROCESSES)
 
 # Files of which a change may turn an area's verdict, beside its own tests: `make test-all AREA=changed`.
@@ -90,7 +98,17 @@ SOURCES: dict[str, tuple[str, ...]] = {
 EVERYWHERE = ("Makefile", "pyproject.toml", "setup.py", "tests/areas.py", "tests/conftest.py", "tests/run_areas.py")
 # What the gate alone looks at.
 GATE_ALONE = (
-    *(".ci/", ".dockerignore", ".github/", ".gitignore", "LICENSE", "deploy/", "examples/", "minivllm/__main__.py"),
+    *(
+        ".ci/",
+        ".dockerignore",
+        ".githooks/",
+        ".github/",
+        ".gitignore",
+        "LICENSE",
+        "deploy/",
+        "examples/",
+        "minivllm/__main__.py",
+    ),
     *("minivllm/py.typed", "minivllm/trace_recent.py", "tests/"),
 )
 
@@ -102,9 +120,16 @@ def area_of(nodeid: str, alone: bool = False) -> str:
     return next((area for area, names in AREAS.items() if nodeid.startswith(names)), GATE)
 
 
+def belongs(nodeid: str, area: str, alone: bool = False) -> bool:
+    """Whether a run of this area, of GATE or of CHECK runs a test."""
+    of = area_of(nodeid, alone)
+    return of == GATE and nodeid.startswith(CHECKS) if area == CHECK else of == area
+
+
 def may_hold(path: str, area: str) -> bool:
-    """Whether a file or folder (from the repository's root, a folder with its slash) may hold tests of this area."""
-    if area == GATE:
+    """Whether a file or folder (from the repository's root, a folder with its slash) may hold tests of this area. CHECK
+    reads the whole gate, and compares what two processes make of it (tests/same_tests.py)."""
+    if area in (GATE, CHECK):
         return not path.startswith(tuple(name for names in AREAS.values() for name in names if "::" not in name))
     return area == "timing" or any(path.startswith(name) or name.startswith(path) for name in AREAS[area])
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import areas
 import pytest
+import same_tests
+import summary
 from hypothesis import settings
 
 # The same examples in every CI run, so that a red one is its change's fault; new ones wherever a person runs the tests.
@@ -102,9 +104,11 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     if (area := config.getoption("--area")) is not None:
-        of = [areas.area_of(item.nodeid, bool(item.get_closest_marker("alone"))) for item in items]
-        config.hook.pytest_deselected(items=[item for item, its in zip(items, of, strict=True) if its != area])
-        items[:] = [item for item, its in zip(items, of, strict=True) if its == area]
+        if WORKER and area == areas.CHECK:
+            same_tests.note(config, items)
+        runs = [areas.belongs(item.nodeid, area, bool(item.get_closest_marker("alone"))) for item in items]
+        config.hook.pytest_deselected(items=[item for item, its in zip(items, runs, strict=True) if not its])
+        items[:] = [item for item, its in zip(items, runs, strict=True) if its]
     if WORKER:
         items.sort(key=lambda item: _rank(item.nodeid))  # stable: a file's own order stays
 
@@ -143,9 +147,8 @@ def the_same_draws_in_every_run():
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--area", choices=[areas.GATE, *areas.AREAS], help="the gate's tests alone, or an area's: areas.py"
-    )
+    choices = [areas.GATE, areas.CHECK, *areas.AREAS]
+    parser.addoption("--area", choices=choices, help="the gate's tests alone, or an area's: areas.py")
     parser.addoption("--matrix", metavar="FILE", type=Path, help="write the conformance tests' outcomes as JSON")
 
 
@@ -186,6 +189,10 @@ def forked_cores(monkeypatch):
 
 def pytest_configure(config):
     config.stash[OUTCOMES] = []
+    if not WORKER:
+        config.pluginmanager.register(summary.Summary(config))
+        if config.getoption("--area") == areas.CHECK:
+            config.pluginmanager.register(same_tests.SameTests())
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
         import quick_interpreter
 

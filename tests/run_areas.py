@@ -29,10 +29,17 @@ MAX_MINUTES = 15  # of an area, on two quiet cores: one that takes longer is to 
 NO_TESTS = 5  # what pytest exits with when nothing was selected
 
 
+class NoGit(Exception):
+    """Git is not here, or not for this folder, or does not know what was asked for: in its words."""
+
+
 def git(*args: str, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(["git", *args], cwd=ROOT, env=env, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", *args], cwd=ROOT, env=env, capture_output=True, text=True)
+    except OSError as e:
+        raise NoGit(f"git: {e}") from None
     if done.returncode:
-        raise SystemExit(f"git {' '.join(args)}: {done.stderr.strip()}")
+        raise NoGit(f"git {' '.join(args)}: {done.stderr.strip()}")
     return done.stdout.strip()
 
 
@@ -131,6 +138,8 @@ def main(argv: list[str] | None = None) -> int:
         for area in chosen(options.areas, options.since, record):
             print(f"area {area}", flush=True)
             lines[area] = run(area, shlex.split(options.args), record)
+    except NoGit as e:
+        parser.error(str(e))
     except KeyboardInterrupt:
         print("\ninterrupted: `make test-all` goes on behind what has passed")
         return 130

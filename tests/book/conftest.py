@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from areas import CHECK
+from book.html_pages import Page
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
@@ -38,8 +40,9 @@ def builder() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory) -> Path:
-    """The first of the run's processes that asks builds it, and the others wait for it."""
+def built(tmp_path_factory, request) -> Path:
+    """The first of the run's processes that asks builds it, and the others wait for it. A check begins with the last
+    check's, and reads what has changed since."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "site"
     folder.mkdir(exist_ok=True)
@@ -48,9 +51,20 @@ def built(tmp_path_factory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_whole.exists():
             shutil.rmtree(out, ignore_errors=True)  # of a build that failed: a second one would be silent about it
+            last = ROOT / "build" / "site-check"
+            keeps = request.config.getoption("--area") == CHECK
+            if keeps and last.exists():
+                last.rename(out)
             build(ROOT, out)
+            if keeps:
+                shutil.copytree(out, last)
             is_whole.touch()
     return out
+
+
+@pytest.fixture(scope="session")
+def pages(built) -> dict[Path, Page]:
+    return {path: Page(path) for path in sorted(built.rglob("*.html"))}
 
 
 @pytest.fixture(scope="session")
