@@ -86,13 +86,28 @@ def make_folder() -> str:
     """A temporary folder for socket files, that only this user can enter. This process removes it, however it ends,
     until `claimed`. It is in /tmp where paths in TMPDIR would be longer than a socket's may be."""
     name = f"minivllm-{secrets.token_hex(8)}"
-    folder = os.path.join(tempfile.gettempdir(), name)
+    folder = os.path.join(_temporary(), name)
     if len(os.fsencode(folder)) + 1 + _LONGEST_NAME > _SOCKET_PATH_BYTES:
         folder = os.path.join("/tmp", name)
     with _making:
         _unclaimed.add(folder)  # first: an interrupt between the two finds nothing to remove, and nothing is made then
         os.mkdir(folder, 0o700)
     return folder
+
+
+def _temporary() -> str:
+    """tempfile's folder. To find it, tempfile makes a file there and removes it again, and an interrupt between the two
+    would leave it: so it is looked for by another thread, which has the lock that `remove_unclaimed` waits for."""
+    if tempfile.tempdir is None:
+
+        def find() -> None:
+            with _making:
+                tempfile.gettempdir()
+
+        finding = threading.Thread(target=find, name="minivllm-tempdir", daemon=True)
+        finding.start()
+        finding.join()
+    return tempfile.gettempdir()
 
 
 def claimed(folder: str) -> None:

@@ -45,6 +45,30 @@ def test_an_interrupt_leaves_no_folder_whichever_thread_was_making_one(short_fol
     assert list(short_folder.iterdir()) == []
 
 
+def test_a_file_by_which_tempfile_tries_a_folder_is_gone_before_an_interrupt_ends_all(short_folder, monkeypatch):
+    monkeypatch.setattr(child.tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(short_folder))
+    monkeypatch.setattr(child, "_making", threading.RLock())
+    unlink, trying, ending = os.unlink, threading.Event(), threading.Event()
+
+    def slow_unlink(path, **options):
+        trying.set()
+        ending.wait(10)
+        unlink(path, **options)
+
+    monkeypatch.setattr(child.tempfile._os, "unlink", slow_unlink)
+    making = threading.Thread(target=child.make_folder, daemon=True)
+    making.start()
+    assert trying.wait(10) and len(list(short_folder.iterdir())) == 1
+    removing = threading.Thread(target=child.remove_unclaimed, daemon=True)  # as the interrupt does, in the main thread
+    removing.start()
+    removing.join(0.2)
+    assert removing.is_alive(), "the process would end, and the file stay"
+    ending.set()
+    removing.join(10)
+    assert not removing.is_alive() and list(short_folder.iterdir()) == []
+
+
 def test_a_folder_is_its_users_alone_and_whoever_claims_it_removes_it(short_folder, monkeypatch):
     monkeypatch.setattr(child.tempfile, "tempdir", str(short_folder))
     monkeypatch.setattr(child, "_making", threading.RLock())  # which this test keeps
