@@ -14,6 +14,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import again
 import areas
 import pytest
 import same_tests
@@ -189,6 +190,7 @@ def forked_cores(monkeypatch):
 
 def pytest_configure(config):
     config.stash[OUTCOMES] = []
+    config.pluginmanager.register(again)
     if not WORKER:
         config.pluginmanager.register(summary.Summary(config))
         if config.getoption("--area") == areas.CHECK:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from areas import ALL, CHECK, GATE
-from run_areas import NoGit, Record, tree
+from run_areas import ROOT, NoGit, Record, tree
 
 
 class Summary:
@@ -26,7 +26,8 @@ class Summary:
     def pytest_terminal_summary(self, terminalreporter):
         if self.again:
             terminalreporter.section(f"run again: {len(self.again)}", yellow=True)
-            terminalreporter.write("".join(f"{name}\n" for name in self.again))
+            known = (ROOT / "tests" / "KNOWN.md").read_text()
+            terminalreporter.write("".join(f"{line}\n" for line in told_again(self.again, known)))
         if len(self.seconds) > 1 and self.area != CHECK:
             terminalreporter.section("minutes by folder")
             terminalreporter.write("".join(f"{line}\n" for line in table(self.seconds, self.tests)))
@@ -37,6 +38,11 @@ class Summary:
 def folder(nodeid: str) -> str:
     """tests/kv/test_pool.py::test_it: tests/kv."""
     return "/".join(nodeid.partition("::")[0].split("/")[:-1][:2])
+
+
+def told_again(nodeids: list[str], known: str) -> list[str]:
+    names = {nodeid: nodeid.partition("[")[0] for nodeid in nodeids}  # once each, though two reruns are two reports
+    return [nodeid + ": wants a row in tests/KNOWN.md" * (f"`{name}" not in known) for nodeid, name in names.items()]
 
 
 def table(seconds: Counter[str], tests: Counter[str]) -> list[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from book.html_pages import MAX_BYTES, Page
 
+pytestmark = pytest.mark.process
+
 # Every page is audited in each colour scheme at each width. Colours take longer than all the rest, and what looks the
 # same (LOOKS) is as easy to read on every page: a look that has passed in a scheme is not computed again, but on the
 # pages of WHOLE. What is not about colours is looked at again in the second scheme only in what it may change (TOGGLE),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from bookext import batchrows, charts, replay, widgets
 
+pytestmark = pytest.mark.process
+
 TAGS = ["mv-timeline", "mv-blocks", "mv-prefix", "mv-rows", "mv-tokens", "mv-guesses", "mv-roofline", "mv-chart"]
 MEASURED = json.loads((Path(__file__).parent / "fixtures" / "roof.json").read_text())["results"]["rows"]
 

@@ -21,7 +21,10 @@ WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 TINY = {"kv.num_blocks": 120, "kv.block_size": 16, "executor.num_threads": 1}
 KEYS = ["one", "zwei ü"]
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt install chromium")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed: apt install chromium"),
+]
 expect = playwright.expect
 
 
