@@ -81,7 +81,7 @@ test: setup lint  ## the gate: what CI checks, on all cores (ARGS="-k prefix")
 AREA ?=
 SINCE ?= main
 test-all: setup  ## all that `make test` leaves out, area by area (AREA="kernels card", or AREA=changed SINCE=main)
-	$(QUIETLY) $(PY) tests/run_areas.py $(AREA) --since "$(SINCE)" --args="$(ARGS)"
+	$(QUIETLY) $(PY) tests/run_areas.py --since "$(SINCE)" $(AREA) -- $(ARGS)
 
 FAST := scheduler kv fuzz benchmarks test_config.py test_matrix.py engine/test_detokenizer.py engine/test_output.py
 test-fast: $(INSTALLED)  ## the control plane alone, on all cores: no torch, no model, within a minute

@@ -25,6 +25,7 @@ from pathlib import Path
 from areas import ALL, SANITIZE, changed
 
 ROOT = Path(__file__).parent.parent
+RECORD = "build/areas.json"
 MAX_MINUTES = 15  # of an area, on two quiet cores: one that takes longer is to be divided
 NO_TESTS = 5  # what pytest exits with when nothing was selected
 
@@ -65,22 +66,19 @@ def differing(since: str) -> set[str]:
     }
 
 
-class Record:
-    """Of each area, the last tree that passed it: build/areas.json."""
+def passed() -> dict[str, dict]:
+    """Of each area, the last tree that passed it, how long that took and when it was: build/areas.json."""
+    path = ROOT / RECORD
+    return json.loads(path.read_text()) if path.exists() else {}
 
-    def __init__(self) -> None:
-        self.path = ROOT / "build" / "areas.json"
 
-    def read(self) -> dict[str, dict]:
-        return json.loads(self.path.read_text()) if self.path.exists() else {}
-
-    def keep(self, area: str, tree: str, seconds: float) -> None:
-        when = time.strftime("%Y-%m-%d %H:%M:%S")
-        record = self.read() | {area: {"tree": tree, "seconds": round(seconds, 1), "when": when}}
-        self.path.parent.mkdir(exist_ok=True)
-        fresh = self.path.with_suffix(".fresh")
-        fresh.write_text(json.dumps(record, indent=1) + "\n")
-        fresh.replace(self.path)  # an interrupt leaves the old one or the new one
+def keep(area: str, tree: str, seconds: float) -> None:
+    verdict = {"tree": tree, "seconds": round(seconds, 1), "when": time.strftime("%Y-%m-%d %H:%M:%S")}
+    path = ROOT / RECORD
+    path.parent.mkdir(exist_ok=True)
+    fresh = path.with_suffix(".fresh")
+    fresh.write_text(json.dumps(passed() | {area: verdict}, indent=1) + "\n")
+    fresh.replace(path)  # an interrupt leaves the old one or the new one
 
 
 def command(area: str, args: list[str]) -> list[str]:
@@ -90,7 +88,7 @@ def command(area: str, args: list[str]) -> list[str]:
     return [sys.executable, "-m", "pytest", *spread, f"--area={area}", *args]
 
 
-def run(area: str, args: list[str], record: Record) -> str:
+def run(area: str, args: list[str]) -> str:
     """The area's line of the summary, which begins with passed or failed. What has passed is kept at once."""
     before, began = tree(), time.monotonic()
     code = subprocess.call(command(area, args), cwd=ROOT)
@@ -102,11 +100,11 @@ def run(area: str, args: list[str], record: Record) -> str:
         return f"passed in {minutes}, as far as {shlex.join(args)} goes: not kept"
     if tree() != before:
         return f"passed in {minutes}, but a file was changed meanwhile: not kept"
-    record.keep(area, before, seconds)
+    keep(area, before, seconds)
     return f"passed in {minutes}" + f", more than {MAX_MINUTES}: to be divided" * (seconds > MAX_MINUTES * 60)
 
 
-def chosen(names: list[str], since: str, record: Record) -> list[str]:
+def chosen(names: list[str], since: str) -> list[str]:
     """The areas that are to run; says why others are not."""
     if names == ["changed"]:
         why = changed(differing(since))
@@ -116,28 +114,33 @@ def chosen(names: list[str], since: str, record: Record) -> list[str]:
         return names
     else:
         names = list(ALL)
-    now, passed = tree(), record.read()
-    same = [area for area in names if passed.get(area, {}).get("tree") == now]
+    verdicts, now = passed(), tree()
+    same = [area for area in names if area in verdicts and verdicts[area]["tree"] == now]
     for area in same:
-        print(f"{area}: these files passed it on {passed[area]['when']}")
+        print(f"{area}: these files passed it on {verdicts[area]['when']}")
     return [area for area in names if area not in same]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--since COMMIT] [AREA ...] [-- PYTEST'S ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("areas", nargs="*", metavar="AREA", help=f"changed, or some of: {' '.join(ALL)}; none: all")
     parser.add_argument(
         "--since", default="main", metavar="COMMIT", help="for changed: differs from what (%(default)s)"
     )
-    parser.add_argument("--args", default="", help="for pytest: no verdict is kept then")
-    options = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    end = argv.index("--") if "--" in argv else len(argv)
+    options, args = parser.parse_args(argv[:end]), argv[end + 1 :]
     if unknown := set(options.areas) - {*ALL} - ({"changed"} if len(options.areas) == 1 else set()):
         parser.error(f"no area {' '.join(sorted(unknown))}: there are {' '.join(ALL)}, and changed by itself")
-    record, lines = Record(), {}
+    lines = {}
     try:
-        for area in chosen(options.areas, options.since, record):
+        for area in chosen(options.areas, options.since):
             print(f"area {area}", flush=True)
-            lines[area] = run(area, shlex.split(options.args), record)
+            lines[area] = run(area, args)
     except NoGit as e:
         parser.error(str(e))
     except KeyboardInterrupt:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from areas import ALL, CHECK, GATE
-from run_areas import ROOT, NoGit, Record, tree
+from run_areas import ROOT, NoGit, passed, tree
 
 
 class Summary:
@@ -25,7 +25,7 @@ class Summary:
 
     def pytest_terminal_summary(self, terminalreporter):
         if self.again:
-            terminalreporter.section(f"run again: {len(self.again)}", yellow=True)
+            terminalreporter.section("run again", yellow=True)
             known = (ROOT / "tests" / "KNOWN.md").read_text()
             terminalreporter.write("".join(f"{line}\n" for line in told_again(self.again, known)))
         if len(self.seconds) > 1 and self.area != CHECK:
@@ -55,10 +55,10 @@ def table(seconds: Counter[str], tests: Counter[str]) -> list[str]:
 def left_out() -> str:
     """Which areas these files have passed, and how to run the others."""
     try:
-        passed, now = Record().read(), tree()
+        verdicts, now = passed(), tree()
     except NoGit:
-        passed, now = {}, ""
-    have = [area for area in ALL if area in passed and passed[area]["tree"] == now]
+        verdicts, now = {}, ""
+    have = [area for area in ALL if area in verdicts and verdicts[area]["tree"] == now]
     others = [area for area in ALL if area not in have]
     said = f"left out, but passed by these files: {' '.join(have)}; " if have else "left out: "
     return said + (f"{' '.join(others)} (make test-all)" if others else "nothing else")

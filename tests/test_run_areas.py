@@ -86,8 +86,8 @@ def test_an_area_that_is_named_runs_whatever_it_has_passed(ran):
 
 
 def test_of_some_of_an_areas_tests_nothing_is_kept(repository, ran, capsys):
-    assert run_areas.main(["fire", "--args=-k 'a or b'"]) == 0 and ran() == ["fire"]
-    assert "not kept" in capsys.readouterr().out
+    assert run_areas.main(["fire", "--", "-k", "a or b"]) == 0 and ran() == ["fire"]
+    assert "as far as -k 'a or b' goes: not kept" in capsys.readouterr().out
     assert not (repository / "build").exists()
 
 

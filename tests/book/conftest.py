@@ -54,7 +54,7 @@ def built(tmp_path_factory, request) -> Path:
             last = ROOT / "build" / "site-check"
             keeps = request.config.getoption("--area") == CHECK
             if keeps and last.exists():
-                last.rename(out)
+                shutil.move(last, out)
             build(ROOT, out)
             if keeps:
                 shutil.copytree(out, last)
