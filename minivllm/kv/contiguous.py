@@ -209,7 +209,8 @@ class ContiguousKVManager:
         assert end == self.usage.num_total, "the runs do not cover the pool"
         for run in self.runs.values():
             assert 1 << run.order >> 1 < run.num_blocks <= 1 << run.order, "a run has the wrong order"
-        assert self.usage == KVUsage(self.buddies.num_blocks, self.buddies.num_free, 0, self.block_size)
+        expected = KVUsage(self.buddies.num_blocks, self.buddies.num_free, 0, self.block_size)
+        assert self.usage == expected, f"usage says {self.usage}, the allocator {expected}"
 
     def _num_reserved(self, req: Request) -> int:
         return -(-self.reservation(req, self.max_model_len) // self.block_size)

@@ -84,7 +84,7 @@ class StoredKV(PagedKVManager):
 
     def allocate(self, req: Request, new_tokens: int, lookahead: int = 0) -> Sequence[int] | None:
         slots = self._stored.pop(req.id, [])
-        if not slots or req.id in self.tables:
+        if not slots:
             return super().allocate(req, new_tokens, lookahead)
         blocks = super().allocate(req, len(slots) * self.block_size + new_tokens, lookahead)
         if blocks is not None:

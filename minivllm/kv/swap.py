@@ -80,8 +80,8 @@ class SwapSpace:
         self._moves = moves
         self._emptied: list[int] = []  # host blocks whose content leaves in the step being planned
 
-    def keep(self, req: Request, blocks: Sequence[int], num_published: int) -> bool:
-        """Move the blocks that hold req's computed tokens out. False, changing nothing, if that is not to be done."""
+    def keep(self, req: Request, blocks: Sequence[int], num_published: int) -> None:
+        """Move the blocks that hold req's computed tokens out; or nothing, and a note says why."""
         self._reclaim()
         wanted, reason = self.policy.swaps(req, len(blocks))
         here = dict(self._moves.swap_out)
@@ -90,7 +90,7 @@ class SwapSpace:
             wanted, reason = False, f"{len(missing)} host blocks needed, {self.pool.num_free} free"
         self._moves.notes.append(f"preempt {req.id}: {'swap' if wanted else 'recompute'} ({reason})")
         if not wanted:
-            return False
+            return
         for block in blocks:
             if block in here:
                 self.pool.touch(here[block])
@@ -98,7 +98,6 @@ class SwapSpace:
             here[source] = target
             self._moves.swap_out.append((source, target))
         self.kept[req.id] = Kept([here[block] for block in blocks], req.num_computed_tokens, num_published)
-        return True
 
     def num_missing(self, req: Request) -> int:
         """Device blocks to take so that req can return: those that nobody has brought back in this step."""

@@ -142,6 +142,16 @@ def test_a_table_names_consecutive_blocks_and_never_grows():
     kv.check()
 
 
+def test_what_is_in_flight_counts_against_the_run():
+    kv = ContiguousKVManager(16, 4, reserve_oracle, 100)
+    req = request("a", 6, max_tokens=3)  # 8 slots
+    kv.allocate(req, 6)
+    req.num_in_flight = 6
+    assert kv.allocate(req, 2) == () and kv.allocate(req, 3) is None
+    req.num_computed_tokens, req.num_in_flight = 6, 1
+    assert kv.allocate(req, 1) == () and kv.allocate(req, 2) is None
+
+
 def test_a_run_is_not_extended_for_drafts():
     kv = ContiguousKVManager(16, 4, reserve_oracle, 100)
     req = request("a", 6, max_tokens=3)

@@ -12,6 +12,7 @@ from minivllm.kv.prefix_groups import GroupPrefix
 from minivllm.kv.prefix_hash import HashPrefix
 from minivllm.kv.prefix_radix import RadixPrefix
 from minivllm.kv.swap import Swap
+from minivllm.kv.waste import Waste, paged_waste
 from minivllm.kv_groups import FULL, KVGroup, KVGroups, LayerKind, first_kept, group_layers, one_group
 from minivllm.plan import StepPlan
 from minivllm.request import Request, SamplingParams
@@ -139,6 +140,65 @@ def test_a_pool_holds_more_requests_of_a_model_with_windows():
         kv = PagedKVManager(num_blocks, BLOCK, prefix, groups=groups, most_new_tokens=16)
         held[name] = next(i for i in range(99) if compute(kv, request(f"{i}", range(1000 * i, 1000 * i + 400))) is None)
     assert held == {"one group": 2, "windows": 5}
+
+
+@pytest.mark.parametrize("windows", [(None, 5), (5,), (None, 3, 12)])
+def test_who_returns_from_the_host_has_its_windows_where_they_were(windows):
+    kv, req = make(windows, num_host_blocks=60, swap_policy=Swap()), request("a", range(41))
+    compute(kv, req)
+    before = [kept_by(kv, "a", group) for group in range(len(windows))]
+    read = [first_kept(41, size, BLOCK) for size in windows]  # where what the next token reads begins
+    assert max(read) > 0
+    kv.free(req, keep=True)
+    kv.check()
+    assert kv.usage.num_free == 60 and kv.lookup(req) == 41
+    out = dict(kv.moves.swap_out)
+    kv.moves.drain(StepPlan(0))
+    req.token_ids.append(1)
+    kv.allocate(req, 1)
+    back = dict(kv.moves.swap_in)
+    after = [kept_by(kv, "a", group) for group in range(len(windows))]
+    for kept, first, now in zip(before, read, after, strict=True):
+        assert now == [None] * first + [back[out[block]] for block in kept[first:]]
+    kv.check()
+    kv.free(req)
+    assert kv.usage.num_free == 60
+
+
+def test_only_what_holds_computed_tokens_goes_to_the_host():
+    kv, req = make((None, 5), num_host_blocks=60, swap_policy=Swap()), request("a", range(30))
+    compute(kv, req, most=6)
+    kv.allocate(
+        req, 1, lookahead=10
+    )  # 8 blocks of each group hold 30 tokens and two more; and there are two for drafts
+    kv.free(req, keep=True)
+    assert len(kv.moves.swap_out) == 8 + (8 - first_kept(30, 5, BLOCK))
+    kv.check()
+
+
+@pytest.mark.parametrize("num_tokens, num_shared", [(41, 40), (38, 37), (20, 0)])
+def test_a_fork_behind_a_window_that_has_moved_on_is_computed_from_its_beginning(num_tokens, num_shared):
+    """A child that begins earlier needs blocks that its parent has given back."""
+    kv, parent = make((None, 5)), request("a", range(40))
+    compute(kv, parent, most=8)
+    child = request("b", range(num_tokens))
+    assert kv.fork(parent, child) == num_shared
+    assert ("b" in kv._found) == bool(num_shared)
+
+
+def test_waste_of_a_pool_of_two_groups_computed_by_hand():
+    """40 tokens: of the group that sees all 10 blocks, of the window of 5 the last two, from token 32 on."""
+    kv, req = make((None, 5)), request("a", range(41))
+    kv.lookup(req)
+    kv.allocate(req, 40)
+    req.num_computed_tokens = 40
+    kv._give_back_behind(kv.tables["a"].blocks, 40)
+    slots = 60 * BLOCK
+    assert paged_waste(kv, {"a": req}, {"a": 41}) == pytest.approx(Waste((40 + 8) / slots, 0, 0, 0))
+    free = 60 - 12
+    assert paged_waste(kv, {"a": req}, {"a": 41}, request("n", range(4 * free // 2))).external == 0
+    late = request("n", range(4 * free // 2 + 1))  # a block more of each group
+    assert paged_waste(kv, {"a": req}, {"a": 41}, late).external == pytest.approx(4 * free / slots)
 
 
 # ------------------------------------------------------------------------------------------------------------ prefixes

@@ -7,6 +7,8 @@ import pytest
 from minivllm.kv.handover import ReceivingKV, SendingKV
 from minivllm.kv.prefix import NoPrefix
 from minivllm.kv.prefix_hash import HashPrefix
+from minivllm.kv.store import BlockStore, StoredKV, StoredSendingKV
+from minivllm.kv.swap import Swap
 from minivllm.request import Request, SamplingParams
 
 
@@ -62,6 +64,49 @@ def test_a_sender_without_room_waits_for_as_much_as_was_asked_for():
     assert not kv.waits and kv.allocate(late, 24) is not None
 
 
+def test_a_sender_waits_on_while_what_was_sent_is_not_enough():
+    kv = sending()
+    for name in "ab":
+        kv.free(computed(kv, request(name, 16)))
+    late = request("c", 24)
+    kv.lookup(late)
+    assert kv.allocate(late, 24, lookahead=4) is None  # 7 blocks
+    kv.sent("a")
+    assert kv.pool.num_free == 6 and kv.waits
+    kv.sent("b")
+    assert not kv.waits and len(kv.allocate(late, 24, lookahead=4)) == 7
+
+
+KINDS = {
+    "sending": SendingKV,
+    "receiving": ReceivingKV,
+    "stored": lambda *args, **options: StoredKV(*args, store=BlockStore(8), **options),
+    "stored and sending": lambda *args, **options: StoredSendingKV(*args, store=BlockStore(8), **options),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_has_nothing_to_hand_over_is_treated_as_by_any_manager(kind):
+    kv, req = KINDS[kind](10, 4, HashPrefix(seed="test"), shares_forks=False), request("a", 6)
+    assert not kv.shares_forks and kv.lookup(req) == 0
+    assert len(kv.allocate(req, 6, lookahead=3)) == 3
+    req.num_computed_tokens = 6
+    assert kv.allocate(req, 1, lookahead=6) == [3]
+    kv.check()
+    kv.free(req, keep=True)
+    assert kv.pool.num_free == 10 and kv.num_lent == 0
+    kv.check()
+
+
+@pytest.mark.parametrize("kind", ["sending", "receiving"])
+def test_who_is_preempted_waits_on_the_host_if_that_is_the_policy(kind):
+    kv = KINDS[kind](10, 4, NoPrefix(), num_host_blocks=4, swap_policy=Swap())
+    req = computed(kv, request("a", 9))
+    kv.free(req, keep=True)
+    assert kv.lookup(req) == 9 and len(kv.moves.swap_out) == 3
+    kv.check()
+
+
 def test_room_is_taken_before_a_request_comes_and_all_but_its_last_token_is_found_there():
     kv, req = receiving(), request("a", 9)
     assert kv.reserve(req) == 8
@@ -80,13 +125,32 @@ def test_there_is_no_room_where_those_that_run_need_it():
     kv = receiving()
     assert kv.reserve(request("a", 32), spare=3) is None
     assert kv.pool.num_free == 10 and not kv.tables
+    assert not kv._found, "what was found is not kept for who does not come"
     assert kv.reserve(request("a", 32), spare=2) == 31
+
+
+def test_who_comes_may_have_every_block():
+    kv = receiving()
+    assert kv.reserve(request("a", 41)) is None
+    assert kv.reserve(request("a", 40)) == 39
+    assert kv.pool.num_free == 0
+    kv.check()
+
+
+@pytest.mark.parametrize("new_tokens, lookahead, num_blocks", [(1, 0, 3), (4, 0, 3), (5, 0, 4), (1, 4, 4)])
+def test_who_came_is_given_what_its_first_step_needs_beyond_what_was_taken(new_tokens, lookahead, num_blocks):
+    kv, req = receiving(), request("a", 9)
+    kv.reserve(req)
+    assert kv.lookup(req) == 8
+    assert len(kv.allocate(req, new_tokens, lookahead)) == num_blocks
+    kv.check()
 
 
 def test_what_the_prefix_cache_has_is_not_sent():
     kv = receiving(index=HashPrefix(seed="test"))
     kv.free(computed(kv, request("a", 8)))
     assert kv.reserve(request("b", 11)) == 10 - 8
+    assert len(kv.tables["b"].blocks) == 3 and kv.tables["b"].blocks[:2] == [0, 1]
     kv.check()
 
 
@@ -116,6 +180,17 @@ def test_room_is_given_up_again_if_nobody_runs_who_would_make_any():
     assert kv.lookup(request("c", 12)) == 0 and kv.lookup(request("b", 12)) == 11  # the newest went
     kv.lookup(late)
     assert kv.allocate(late, 16) is not None
+    kv.check()
+
+
+def test_no_more_room_is_given_up_than_is_wanted_drafts_included():
+    kv = receiving()
+    for name in "abc":
+        kv.reserve(request(name, 9))
+    late = request("d", 12)
+    kv.lookup(late)
+    assert kv.allocate(late, 12, lookahead=5) is None  # 5 blocks, and one is free
+    assert kv.num_given_up == 2 and kv.pool.num_free == 7
     kv.check()
 
 

@@ -9,7 +9,7 @@ from minivllm.kv.manager import PagedKVManager
 from minivllm.kv.prefix import NoPrefix
 from minivllm.kv.prefix_hash import HashPrefix, sha256_cbor, xxhash_cbor
 from minivllm.kv.prefix_radix import RadixPrefix
-from minivllm.kv.swap import Auto, Swap
+from minivllm.kv.swap import Auto, Recompute, Swap
 from minivllm.plan import StepPlan
 from minivllm.request import Item, Request, SamplingParams
 
@@ -86,6 +86,14 @@ def test_equal_prompts_share_full_blocks():
     assert kv.lookup(b) == 8
     assert compute(kv, b)[:2] == blocks[:2]
     assert [kv.pool.ref_counts[block] for block in blocks] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("num_tokens, num_found", [(4, 0), (5, 4), (8, 4), (9, 8)])
+def test_the_last_token_of_a_prompt_that_is_known_whole_is_computed(num_tokens, num_found):
+    """Else there were no logits."""
+    kv = manager()
+    compute(kv, request("a", 9))
+    assert kv.lookup(request("b", num_tokens)) == num_found
 
 
 def test_a_freed_prefix_is_found_until_it_is_overwritten():
@@ -336,6 +344,52 @@ def test_a_full_host_means_recompute_and_says_so():
     assert kv.moves.notes == ["preempt a: recompute (3 host blocks needed, 1 free)"]
 
 
+@pytest.mark.parametrize(
+    "policy, note, num_out",
+    [
+        (Recompute(), "recompute (as configured)", 0),
+        (Swap(), "swap (as configured)", 3),
+        (Auto(1e-3, 1e-3), "swap (9 tokens recomputed in 9.00 ms, 3 blocks moved twice in 6.00 ms)", 3),
+        (Auto(1e-3, 2e-3), "recompute (9 tokens recomputed in 9.00 ms, 3 blocks moved twice in 12.00 ms)", 0),
+    ],
+)
+def test_a_policy_decides_whether_kv_is_moved_and_the_trace_says_why(policy, note, num_out):
+    kv, req = PagedKVManager(6, 4, NoPrefix(), 3, policy), request("a", 9)
+    compute(kv, req)
+    kv.free(req, keep=True)
+    assert kv.moves.notes == [f"preempt a: {note}"] and len(kv.moves.swap_out) == num_out
+    assert kv.lookup(req) == (9 if num_out else 0)
+    kv.check()
+
+
+@pytest.mark.parametrize("num_free, new_tokens, returns", [(3, 3, True), (3, 4, False), (4, 4, True), (2, 1, False)])
+def test_who_is_on_the_host_returns_once_there_is_room_for_it_and_its_step(num_free, new_tokens, returns):
+    """9 tokens are three blocks, the last of which has room for three more."""
+    kv, req = swapping(num_blocks=6), request("a", 9)
+    compute(kv, req)
+    kv.free(req, keep=True)
+    kv.moves.drain(StepPlan(0))
+    compute(kv, request("b", [7] * 4 * (6 - num_free)))
+    req.token_ids += [1] * new_tokens
+    assert kv.lookup(req) == 9
+    assert (kv.allocate(req, new_tokens) is not None) == returns
+    assert kv.usage.num_free == (num_free - -(-(9 + new_tokens) // 4) if returns else num_free)
+    kv.check()
+
+
+def test_two_requests_that_are_forgotten_together_give_all_their_host_blocks_back():
+    kv, reqs = swapping(), [request("a", 8), request("b", [7] * 8)]
+    for req in reqs:
+        compute(kv, req)
+        kv.free(req, keep=True)
+    kv.moves.drain(StepPlan(0))
+    for req in reqs:
+        kv.free(req)
+    kv.check()
+    kv.swap._reclaim()
+    assert kv.swap.pool.num_free == 8
+
+
 def test_a_host_block_that_was_emptied_is_not_written_in_the_same_step():
     kv, a, b = swapping(num_blocks=8, num_host_blocks=2), request("a", 8), request("b", [7] * 8)
     compute(kv, a), compute(kv, b)
@@ -359,7 +413,7 @@ def test_forgetting_a_request_on_the_host_frees_its_blocks():
     assert kv.swap.pool.num_free == 8
 
 
-@pytest.mark.parametrize("num_tokens, swaps", [(4, False), (40, True)])
+@pytest.mark.parametrize("num_tokens, swaps", [(4, False), (20, False), (40, True)])
 def test_auto_takes_the_cheaper_way_and_gives_the_figures(num_tokens, swaps):
     req = request("a", num_tokens)
     req.num_computed_tokens = num_tokens

@@ -85,6 +85,44 @@ def test_a_sender_keeps_what_it_has_fetched_until_it_is_sent():
     assert kv.pool.num_free == 8
 
 
+def test_who_comes_back_from_the_host_grows_like_any_other_and_has_room_for_drafts():
+    kv = managed(6, BlockStore(16))
+    machine = Machine(kv, {})
+    for name, tokens in (("a", list(range(16))), ("b", list(range(50, 74)))):
+        machine.run(req := request(name, tokens))
+        kv.free(req)
+    req = request("c", list(range(15)))
+    assert kv.lookup(req) == 12
+    assert len(kv.allocate(req, 3, lookahead=2)) == 5, "three blocks from the host, and two for 3 tokens and 2 drafts"
+    assert len(kv.moves.swap_in) == 3
+    req.num_computed_tokens = 15
+    req.token_ids += [1] * 6
+    assert len(kv.allocate(req, 6)) == 1
+    kv.check()
+
+
+def test_all_that_a_step_computed_is_written_in_the_next_one():
+    kv = managed(8, BlockStore(16))
+    for name, tokens in (("a", list(range(8))), ("b", list(range(50, 54)))):
+        req = request(name, tokens)
+        kv.allocate(req, req.num_tokens - kv.lookup(req))
+        req.num_computed_tokens = req.num_tokens
+        kv.commit(req)
+    assert sorted(block for block, _ in kv.moves.swap_out) == [0, 1, 2]
+
+
+def test_who_leaves_before_it_was_admitted_leaves_nothing():
+    kv = managed(4, BlockStore(16))
+    machine = Machine(kv, {})
+    for name, tokens in (("a", list(range(16))), ("b", list(range(50, 66)))):
+        machine.run(req := request(name, tokens))
+        kv.free(req)
+    late = request("c", list(range(16)))
+    assert kv.lookup(late) == 12
+    kv.free(late)
+    assert not kv._stored and not kv._found
+
+
 def test_the_beginning_outlives_what_follows_it_and_the_oldest_goes_first():
     store = BlockStore(3)
     assert [i for i, _ in store.put("abcde")] == [0, 1, 2]
