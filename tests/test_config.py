@@ -1,5 +1,8 @@
+from typing import Literal, get_args, get_origin, get_type_hints
+
 import pytest
 
+from minivllm import features
 from minivllm.config import PRESETS, EngineConfig, fields, from_vllm_names, parse_set
 from minivllm.errors import ConfigError
 from minivllm.features import CONFLICTS, FEATURES, Conflict
@@ -99,6 +102,19 @@ def test_every_feature_names_a_field_and_its_default():
         assert feature.field in fields() and feature.default in feature.options and feature.what
         assert defaults[feature.field] == feature.default
     assert len({f.name for f in FEATURES}) == len(FEATURES)
+
+
+def test_every_value_that_a_switch_takes_is_listed_so_that_it_is_tested_beside_all_others():
+    registries = {value.axis: value for value in vars(features).values() if isinstance(value, Registry)}
+    sections = get_type_hints(EngineConfig)
+    for feature in FEATURES:
+        section, _, name = feature.field.partition(".")
+        kind, registry = get_type_hints(sections[section])[name], registries.get(feature.field)
+        if get_origin(kind) is Literal:
+            assert {*feature.options} == {*get_args(kind)}, feature.field
+        elif registry is not None:
+            listed = {part for option in feature.options for part in registry.parts(option)}
+            assert listed | {"auto"} == {*registry.names(), "auto"}, feature.field
 
 
 def test_a_registry_imports_on_first_use_only():
