@@ -68,7 +68,9 @@ def test_check_sees_a_request_that_counts_what_it_has_not(name, field, value):
     complaint(engine.scheduler)
 
 
-@pytest.mark.parametrize("name, field, value", [("a", "num_computed_tokens", 0), ("b", "drafts", [1] * 32)])
+@pytest.mark.parametrize(
+    "name, field, value", [("a", "num_computed_tokens", 0), ("a", "token_ids", [1] * 40), ("b", "drafts", [1] * 32)]
+)
 def test_check_lets_pass_what_is_just_allowed(name, field, value):
     engine = engine_with_queues()
     setattr(engine.scheduler.requests[name], field, value)

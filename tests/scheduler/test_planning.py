@@ -53,6 +53,10 @@ def test_a_plan_counts_the_free_blocks_that_hold_a_prefix_yet():
     plan_and_update(scheduler)
     plan, _ = plan_and_update(scheduler)
     assert (plan.stats.num_free_blocks, plan.stats.num_cached_blocks) == (16, 2)
+    scheduler.add(request("b", 10)), scheduler.add(request("c", 9))
+    plan, _ = plan_and_update(scheduler)  # both find these
+    assert (plan.stats.prefix_queries, plan.stats.prefix_hits) == (10 + 9, 8 + 8)
+    assert (plan.stats.num_free_blocks, plan.stats.num_cached_blocks) == (12, 0)
 
 
 def test_a_join_is_all_that_a_worker_must_know_of_a_request():
@@ -181,6 +185,41 @@ def test_a_running_prompt_leaves_a_token_to_each_behind_it_if_the_policy_spares_
     assert plan.num_tokens == {"a": 1, "b": 1, "c": 1, "last": 1, "long": 8}
     plan, _ = plan_and_update(scheduler)
     assert plan.num_tokens == {"last": 1, "long": 8, "a": 1, "b": 1, "c": 1}
+
+
+def test_a_running_prompt_gets_one_token_at_least_and_no_more_if_all_others_are_wanted():
+    scheduler = scheduler_of(budget=4, policy=DecodesFirst())
+    for name in "abc":
+        scheduler.add(request(name, [ord(name)]))
+    plan_and_update(scheduler)
+    scheduler.add(request("long", [9] * 3))
+    scheduler.reorder({"long": (-1,)})
+    plan_and_update(scheduler)
+    assert plan_and_update(scheduler)[0].num_tokens == {"long": 1, "a": 1, "b": 1, "c": 1}
+
+
+class Refuses:
+    """An admission that has no room for b, and writes down what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def admits(self, req, new_tokens, running, usage):
+        self.asked.append((req.id, new_tokens, ids(running), usage))
+        return req.id != "b"
+
+
+@pytest.mark.parametrize("kind, options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("refuses", [Refuses, None])
+def test_who_finds_no_room_is_not_overtaken_by_those_who_would(kind, options, refuses):
+    admission = refuses and refuses()
+    scheduler = scheduler_of(kind, num_blocks=64 if refuses else 8, admission=admission, **options)
+    for name, num_tokens in (("a", 16), ("b", 20), ("c", 2)):
+        scheduler.add(request(name, [ord(name)] * num_tokens, max_tokens=9))
+    plan, _ = plan_and_update(scheduler)
+    assert plan.num_tokens == {"a": 16} and ids(reversed(scheduler.waiting)) == "bc"
+    if admission:  # who would be alone is not asked for
+        assert admission.asked == [("b", 20, "a", scheduler.kv.usage)]
 
 
 @pytest.mark.parametrize("kind, options", KINDS.values(), ids=KINDS)

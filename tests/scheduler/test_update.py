@@ -67,6 +67,7 @@ def test_prompt_log_probabilities_are_reported_once_chunk_by_chunk_whatever_is_c
     assert [step(), step()] == [([], []), ([], [5, 6, 7, 8])]
     scheduler.preempt(scheduler.requests["a"])
     assert [step(), step(), step()] == [([], []), ([], []), ([5], [])]
+    assert scheduler.requests["a"].num_preemptions == 2
 
 
 def test_a_vector_ends_its_request_and_nobody_else():
@@ -78,6 +79,16 @@ def test_a_vector_ends_its_request_and_nobody_else():
     assert plan.num_tokens["c"] == 3  # half of it
     assert deltas == [Delta(name, [], "stop", arrival_time=4.0, pooled=vectors[name].tobytes()) for name in "ab"]
     assert list(scheduler.requests) == ["c"] == [req.id for req in scheduler.running]
+
+
+def test_in_one_step_one_may_end_with_an_error_and_another_with_a_vector():
+    scheduler = scheduler_of()
+    for name in "ab":
+        scheduler.add(request(name, 6, pooling=PoolingParams()))
+    out = StepOutput(errors={"a": "NaN"}, pooled={"b": np.zeros(2, np.float32)})
+    _, deltas = plan_and_update(scheduler, out)
+    assert [(delta.req_id, delta.finish_reason) for delta in deltas] == [("a", "error"), ("b", "stop")]
+    assert not scheduler.requests and not scheduler.running
 
 
 def test_a_vector_says_how_much_the_cache_gave():
