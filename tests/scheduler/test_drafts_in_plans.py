@@ -4,7 +4,7 @@ from scheduler.direct import plan_and_update, request, scheduler_of
 
 from minivllm.plan import StepOutput
 
-DRAFTS = {"a": [11, 12, 13, 14], "b": [21, 22], "c": [31]}
+DRAFTS = {"a": [11, 12, 13, 14, 15], "b": [21, 22], "c": [31]}
 
 
 def with_drafts(names="abc", budget=12, **options):
@@ -20,7 +20,7 @@ def with_drafts(names="abc", budget=12, **options):
 
 
 def test_drafts_take_what_the_budget_has_beside_a_token_for_each_request_behind():
-    for budget, wanted in ((12, {"a": 5, "b": 3, "c": 2}), (9, {"a": 5, "b": 3, "c": 1})):
+    for budget, wanted in ((12, {"a": 6, "b": 3, "c": 2}), (9, {"a": 6, "b": 2, "c": 1})):
         plan = with_drafts(budget=budget).schedule(0.0)
         assert plan.num_tokens == wanted
         assert plan.drafts == {name: DRAFTS[name][: num - 1] for name, num in wanted.items() if num > 1}
@@ -65,8 +65,10 @@ def test_a_step_behind_one_in_flight_is_planned_for_the_most_that_it_can_be_and_
     assert first.num_tokens == {"a": 3, "b": 3, "long": 14} and first.ahead == {}
     assert second.num_tokens == {"a": 4, "b": 4, "long": 12} and second.ahead == {"a": 3, "b": 3}
     assert second.start == {"a": 3, "b": 3, "long": 14} and second.stats.num_drafted == 0
+    third = scheduler.schedule(0.0)
+    assert third.start == {"a": 7, "b": 7, "long": 26}  # if all that nobody has proposed yet were accepted
     scheduler.check()
-    scheduler.hold(["b"])  # it wants nothing of either any more
+    scheduler.hold(["b"])  # it wants nothing of any of them now
     scheduler.update(first, StepOutput({"a": [1], "b": [1]}, drafts={"a": [11, 12], "b": [21]}))
     scheduler.check()
     scheduler.update(second, StepOutput({"a": [11, 50], "b": [1]}))
@@ -75,3 +77,6 @@ def test_a_step_behind_one_in_flight_is_planned_for_the_most_that_it_can_be_and_
     assert (second.stats.num_drafted, second.stats.num_accepted) == (2, 1)
     assert scheduler.requests["a"].token_ids == [97, 97, 97, 1, 11, 50]
     assert scheduler.requests["a"].num_computed_tokens == 5 and scheduler.requests["a"].drafts == []
+    scheduler.update(third, StepOutput({"a": [51], "b": [1], "long": [1]}))
+    scheduler.check()
+    assert (third.start["a"], third.num_tokens["a"]) == (5, 1) and scheduler.requests["a"].num_computed_tokens == 6

@@ -265,6 +265,18 @@ def test_where_prompts_are_not_cut_all_that_one_gets_is_room_for_the_whole_of_it
     scheduler.check()
 
 
+def test_room_is_counted_in_blocks_of_all_kv_groups():
+    """8 tokens take 4 blocks where two groups of layers keep them, and 3 are free."""
+    whole = {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.prefix": "none"}
+    engine = FakeEngine(num_blocks=7, windows=(None, None), **whole)
+    engine.add("a", [1] * 8, max_tokens=2, min_tokens=2)
+    engine.step()
+    engine.add("b", [2] * 8, max_tokens=2, min_tokens=2)
+    a, b = engine.scheduler.requests.values()
+    engine.scheduler.let_in(b, [a])
+    assert engine.scheduler.running == [] and engine.kv.usage.num_free == 7
+
+
 def test_who_was_preempted_is_let_in_only_where_all_of_it_has_room():
     scheduler = scheduler_of(num_blocks=8)
     scheduler.add(request("a", [1] * 16)), scheduler.add(request("b", [2] * 16))

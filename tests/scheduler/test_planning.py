@@ -5,14 +5,19 @@ from scheduler.direct import plan_and_update, request, scheduler_of
 
 from minivllm.errors import BadRequest, NeverFits
 from minivllm.plan import Join, StepOutput, StepStats
-from minivllm.request import SamplingParams
+from minivllm.request import Item, SamplingParams
 from minivllm.scheduler.phased import PhasedScheduler
 from minivllm.scheduler.policy import DecodesFirst
 from minivllm.scheduler.static import StaticScheduler
 from minivllm.scheduler.unified import UnifiedScheduler
 
 WHOLE = {"chunked_prefill": False}
-KINDS = {"unified": (UnifiedScheduler, {}), "phased": (PhasedScheduler, WHOLE), "static": (StaticScheduler, WHOLE)}
+KINDS = {
+    "unified": (UnifiedScheduler, {}),
+    "unified, whole": (UnifiedScheduler, WHOLE),
+    "phased": (PhasedScheduler, WHOLE),
+    "static": (StaticScheduler, WHOLE),
+}
 
 
 def ids(requests):
@@ -71,6 +76,15 @@ def test_a_join_is_all_that_a_worker_must_know_of_a_request():
     assert (join.token_ids, join.num_prompt_tokens) == ([5, 6, 7, 1], 3)
     scheduler.update(plan, StepOutput({"a": [2]}))
     assert join.token_ids == [5, 6, 7, 1]  # what came later is another plan's affair
+
+
+def test_what_stands_in_a_prompt_comes_with_whoever_joins_and_goes_with_whoever_leaves():
+    scheduler = scheduler_of()
+    picture = {"items": (Item(1, 2, "cat"),), "contents": {"cat": b"pixels"}}
+    scheduler.add(request("a", 6, max_tokens=1, **picture))
+    plans = [plan_and_update(scheduler)[0] for _ in range(2)]
+    assert plans[0].joins[0].items == picture["items"]
+    assert [(plan.encode, plan.forget) for plan in plans] == [([("cat", b"pixels")], []), ([], ["cat"])]
 
 
 def test_those_preempted_between_two_plans_are_counted_in_the_next_one_beside_its_own():
@@ -230,7 +244,7 @@ def test_prompts_that_fill_the_budget_to_its_last_token_run_together(kind, optio
             scheduler.add(request(name, [ord(name)] * num_tokens, max_tokens=5))
         plan, _ = plan_and_update(scheduler)
         assert "".join(plan.num_tokens)[: len(wanted)] == wanted
-        assert plan.total_tokens == (12 if last == 3 or kind is UnifiedScheduler else 9)
+        assert plan.total_tokens == (12 if last == 3 or options != WHOLE else 9)
 
 
 @pytest.mark.parametrize("kind, options", KINDS.values(), ids=KINDS)
