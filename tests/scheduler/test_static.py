@@ -104,6 +104,16 @@ def test_the_batch_is_as_large_as_the_pool_allows():
     assert [set(plan) for plan in plans(engine)] == [{"a", "b"}, {"a", "b"}, {"c"}, {"c"}]
 
 
+def test_a_batch_that_did_not_get_all_its_seats_filled_takes_nobody_later():
+    engine = engine_of(num_blocks=16)
+    for name in "abc":
+        add(engine, name, 25, 3)  # 7 blocks each
+    plans(engine, 1)
+    engine.core.abort(["c"])
+    add(engine, "d", 1, 1)  # for which there is a block, and a seat that was meant for c
+    assert plans(engine) == [{"a": 1, "b": 1}, {"a": 1, "b": 1}, {"d": 1}]
+
+
 def test_when_a_paged_pool_runs_dry_ended_requests_give_way_before_a_running_one():
     engine = engine_of(num_blocks=16)
     add(engine, "a", 20, 1), add(engine, "b", 20, 30), add(engine, "c", 3, 9)  # 5 + 5 + 1 blocks, b grows to 13
