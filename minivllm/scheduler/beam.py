@@ -39,10 +39,8 @@ class Group:
     ids: list[str]
     reports: list[deque[PositionLogprobs]] = field(default_factory=lambda: [deque()])
     num_forks: int = 0
-    num_cached_tokens: int = 0
 
     def take(self, delta: Delta) -> None:
-        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.reports[self.ids.index(delta.req_id)].extend(delta.logprobs or ())
 
     def make_child(self, token_ids: Sequence[int]) -> Request:
@@ -186,6 +184,6 @@ def _delta(req_id: str, finished: FinishedBeam, group: Group) -> Delta:
         logprobs=[
             [(token, logprob, rank)] for token, (logprob, rank) in zip(beam.token_ids, beam.logprobs, strict=True)
         ],
-        num_cached_tokens=group.num_cached_tokens,
+        num_cached_tokens=group.root.num_cached_tokens,  # of the prompt; what a fork found is output too
         arrival_time=group.root.arrival_time,
     )

@@ -20,7 +20,7 @@ from minivllm.scheduler.limits import Limits
 
 
 class Drafts:
-    def __init__(self, kv: KVManager, limits: Limits, lookahead: int = 0, num_ahead: int = 0):
+    def __init__(self, kv: KVManager, limits: Limits, lookahead: int, num_ahead: int):
         """lookahead: KV slots behind a request's tokens that a proposer of drafts writes to. num_ahead: drafts that it
         may bring to a step behind one in flight."""
         self.kv = kv

@@ -68,6 +68,6 @@ class Sorting(Around):
         self.policy = policy
 
     def schedule(self, now: float) -> StepPlan:
-        if 0 < len(self.waiting) <= MOST_SORTED and (orders := self.policy.orders(self.waiting[::-1])):
+        if len(self.waiting) <= MOST_SORTED and (orders := self.policy.orders(self.waiting[::-1])):
             self.inner.reorder(orders)
         return self.inner.schedule(now)

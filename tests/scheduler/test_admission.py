@@ -55,6 +55,21 @@ def test_who_is_still_being_prefilled_counts_with_all_that_it_will_hold():
     assert peak.peak(new, 3, [part]) == 39 + 6
 
 
+@pytest.mark.parametrize("num_computed", [8, 28])
+@pytest.mark.parametrize("new_tokens", [3, 5])
+def test_what_a_prefill_will_hold_is_counted_in_whole_blocks_of_each_group_of_layers(num_computed, new_tokens):
+    part = Request("p", SamplingParams(max_tokens=10), [0] * 30, 30, num_computed_tokens=num_computed)
+    new = Request("n", SamplingParams(max_tokens=2), [0] * 5, 5)
+    peak = PredictedPeak(block_size=4, max_model_len=LONGEST)
+    assert peak.peak(new, new_tokens, [part]) == 10 + 2
+    for num_groups in (1, 3):
+        admitted = [
+            peak.admits(new, new_tokens, [part], KVUsage(num_groups * 12 - less, 0, num_groups=num_groups))
+            for less in (0, 1)
+        ]
+        assert admitted == [True, False]
+
+
 def test_a_token_in_flight_counts_as_if_it_were_there():
     peak = PredictedPeak(block_size=1, max_model_len=LONGEST)
     new = Request("n", SamplingParams(max_tokens=10), [0] * 10, 10)
@@ -113,13 +128,29 @@ def test_the_predicted_peak_finishes_sooner_than_reserving_for_all_and_preempts_
 # --- watermark
 
 
+def least_free(admission, req, new_tokens, **usage):
+    """The least number of free blocks, of 4 tokens, with which req is let in."""
+    total = usage.pop("num_total", 100)
+    usages = (KVUsage(total, free, block_size=4, **usage) for free in range(total + 1))
+    return next(u.num_free for u in usages if admission.admits(req, new_tokens, [running(8, 1, 4)], u))
+
+
 @pytest.mark.parametrize("fraction, num_blocks, kept", [(0.01, 100, 1), (0.01, 99, 0), (0.1, 99, 9), (0.5, 10, 5)])
 def test_the_watermark_stays_free_after_an_admission(fraction, num_blocks, kept):
-    admission, other = Watermark(fraction), running(8, 1, 4)
-    for num_free in range(num_blocks + 1):
-        usage = KVUsage(num_blocks, num_free, block_size=4)
-        new = Request("n", SamplingParams(), [0] * 13, 13)
-        assert admission.admits(new, 13, [other], usage) == (num_free - 4 >= kept)
+    new = Request("n", SamplingParams(), [0] * 13, 13)
+    assert least_free(Watermark(fraction), new, 13, num_total=num_blocks) == 4 + kept
+
+
+def test_the_watermark_is_a_hundredth_beside_the_chunk_that_is_computed_now():
+    new = Request("n", SamplingParams(), [0] * 30, 30)
+    assert least_free(Watermark(), new, 5, num_total=250) == 2 + 2
+
+
+@pytest.mark.parametrize("admission, wanted", [(Watermark(), 1), (FullPrompt(), 0)], ids=["watermark", "whole prompt"])
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_a_prompt_takes_whole_blocks_of_each_group_of_layers(admission, wanted, num_groups):
+    new = Request("n", SamplingParams(), [0] * 13, 13)
+    assert least_free(admission, new, 13, num_groups=num_groups) == 4 * num_groups + wanted
 
 
 def test_a_preempted_request_counts_with_all_its_tokens():

@@ -1,8 +1,8 @@
 import pytest
-from fakes import FakeEngine, beam_oracle, oracle
+from fakes import FakeEngine, beam_oracle, likeliest, oracle
 
 from minivllm.errors import NeverFits
-from minivllm.request import BeamSearchParams
+from minivllm.request import BeamSearchParams, EngineRequest, Item
 
 V0 = {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.prefix": "none"}
 FORKS = {"v0": {**V0, "kv.fork": "share"}, "v0 with V1's forks": {**V0, "kv.fork": "lookup"}}
@@ -107,10 +107,50 @@ def test_a_failed_step_ends_every_output_of_the_request_with_its_error():
 
 
 def test_beams_that_can_never_run_together_are_refused():
-    engine = FakeEngine(6, max_model_len=24)
-    with pytest.raises(NeverFits, match="3 beams of up to 17 tokens may need 51 KV slots"):
+    engine = FakeEngine(50, max_model_len=24, **{"kv.block_size": 1})
+    with pytest.raises(NeverFits, match="^3 beams of up to 17 tokens may need 51 KV slots") as refused:
         engine.add_beams("b", PROMPT, BEAM)
+    assert refused.value.param == "beam_width"
     assert not engine.scheduler.requests and not engine.core.has_work
+    engine = FakeEngine(51, max_model_len=24, **{"kv.block_size": 1})
+    ids = engine.add_beams("b", PROMPT, BEAM)
+    assert engine.run() == wanted(engine, ids)
+
+
+def test_an_error_of_one_beam_ends_its_search_and_takes_nobody_elses_token():
+    engine = Watched()
+    engine.add("g", [2] * 7, max_tokens=12)
+    ids = engine.add_beams("b", PROMPT, BEAM)
+    engine.step(), engine.step()
+    execute = engine.worker.execute
+
+    def fails(plan):
+        out = execute(plan)
+        beam = [name for name in plan.num_tokens if name.startswith("b")][-1]
+        del out.tokens[beam], out.logprobs[beam]
+        out.errors[beam] = "lightning"
+        return out
+
+    engine.worker.execute = fails
+    found = [(delta.req_id, delta.error, len(delta.token_ids)) for delta in engine.core.step()]
+    assert found == [("g", None, 1), *((req_id, "lightning", 0) for req_id in ids)]
+    engine.core.scheduler.check()
+    assert engine.scheduler.requests.keys() == {"g"}
+
+
+def test_a_beams_own_token_is_the_first_that_it_reports_though_a_rival_stands_before_it_among_the_likeliest():
+    engine = Watched()
+    execute = engine.worker.execute
+
+    def reordered(plan):
+        out = execute(plan)
+        for reports in out.logprobs.values():
+            reports[:] = [[own, rival, own, *others] for own, _, rival, *others in reports]
+        return out
+
+    engine.worker.execute = reordered
+    ids = engine.add_beams("b", PROMPT, BEAM)
+    assert engine.run() == wanted(engine, ids)
 
 
 @pytest.mark.parametrize("config", FORKS.values(), ids=FORKS)
@@ -123,3 +163,87 @@ def test_a_beam_that_ends_while_it_waits_leaves_no_place(config):
         ids = engine.add_beams("b", prompt, beam)
         engine.run()
         assert {req_id: engine.tokens[req_id] for req_id in ids} == wanted(engine, ids, prompt, beam)
+
+
+def test_an_output_says_what_its_tokens_were_worth_what_was_cached_and_when_it_arrived():
+    engine = Watched(**FORKS["v1"])
+    engine.add_beams("before", PROMPT, BEAM)
+    engine.run()
+    arrived = engine.now
+    ids = engine.add_beams("b", PROMPT, BEAM)
+    deltas = []
+    while engine.core.has_work:
+        deltas += engine.step()
+    assert [delta.req_id for delta in deltas] == ids
+    for delta in deltas:
+        assert len(delta.logprobs) == len(delta.token_ids) > 0
+        for i, position in enumerate(delta.logprobs):
+            (token, _, _), *others = position
+            assert token == delta.token_ids[i] and not others
+            assert position[0] in likeliest([*PROMPT, *delta.token_ids[:i]])
+        assert delta.num_cached_tokens == 4
+        assert delta.arrival_time == arrived > 0
+        assert delta.finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("fork", ["share", "lookup"])
+@pytest.mark.parametrize("num_seqs", [2, 8])
+def test_what_a_waiting_fork_finds_of_its_own_output_is_not_of_the_prompt(fork, num_seqs):
+    engine = FakeEngine(**{"kv.fork": fork, "scheduler.max_num_seqs": num_seqs})
+    engine.add_beams("b", PROMPT, BEAM)
+    deltas = []
+    while engine.core.has_work:
+        deltas += engine.step()
+    assert [delta.num_cached_tokens for delta in deltas] == [0, 0, 0]
+
+
+def test_a_failed_search_says_when_it_arrived():
+    engine = Watched()
+    engine.now = 5.0
+    engine.add_beams("b", PROMPT, BEAM)
+    engine.step()
+
+    def fails(plan):
+        raise RuntimeError("lightning")
+
+    engine.worker.execute = fails
+    deltas = engine.core.step() + engine.core.step()
+    assert [delta.arrival_time for delta in deltas] == [5.0] * 3
+
+
+def test_a_search_of_one_beam_is_a_greedy_request_and_forks_nothing():
+    engine = Watched()
+    ids = engine.add_beams("b", PROMPT, BeamSearchParams(beam_width=1, max_tokens=12, ignore_eos=True))
+    params = engine.add("g", PROMPT, max_tokens=12, min_tokens=12)
+    engine.run()
+    assert engine.tokens[ids[0]] == oracle(PROMPT, params)
+    assert [join.req_id for plan in engine.plans for join in plan.joins] == ["b", "g"]
+
+
+@pytest.mark.parametrize("config", FORKS.values(), ids=FORKS)
+def test_beams_are_served_in_the_order_in_which_they_were_forked(config):
+    engine = Watched(**config)
+    engine.add_beams("b", PROMPT, BEAM)
+    engine.run()
+    joined = [join.req_id for plan in engine.plans for join in plan.joins]
+    assert len(set(joined)) == len(joined) > 3
+    for plan in engine.plans:
+        assert list(plan.num_tokens) == sorted(plan.num_tokens, key=joined.index)
+
+
+def test_a_fork_is_a_request_like_the_one_that_asked():
+    engine = FakeEngine(**{"lora.enabled": True, "scheduler.policy": "priority"})
+    items, contents = (Item(1, 2, "digest"),), {"digest": b"content"}
+    engine.core.add(
+        EngineRequest(
+            "b#0", PROMPT, BEAM.step, 4.5, 3, "adapter", "salt", "b", BEAM, client="c", items=items, contents=contents
+        )
+    )
+    for _ in range(3):
+        engine.core.step()
+    root, *forks = sorted(engine.scheduler.requests.values(), key=lambda req: req.order)
+    assert root.id == "b#0" and forks and all(fork.beam is None for fork in forks)
+    for fork in forks:
+        for name in ("params", "num_prompt_tokens", "arrival_time", "priority", "adapter", "cache_salt", "group"):
+            assert getattr(fork, name) == getattr(root, name), name
+        assert (fork.client, fork.items, fork.contents) == ("c", items, contents)

@@ -4,9 +4,9 @@ import random
 from collections import Counter
 
 import pytest
-from fakes import FakeEngine
+from fakes import FakeEngine, beam_oracle
 
-from minivllm.request import Request, SamplingParams
+from minivllm.request import BeamSearchParams, Request, SamplingParams
 from minivllm.scheduler.fair import OUTPUT_WEIGHT, Fair
 
 LONG = {"max_tokens": 12, "min_tokens": 12}
@@ -180,8 +180,9 @@ def test_a_client_takes_one_place_and_no_more():
     for _ in range(3):
         engine.step()
     flood(engine, "b", 8)
-    engine.step()
-    assert Counter(req.client for req in engine.scheduler.running) == {"a": 3, "b": 1}
+    for _ in range(3):
+        engine.step()
+        assert Counter(req.client for req in engine.scheduler.running) == {"a": 3, "b": 1}
     assert engine.core.stats.num_preempted == 1
 
 
@@ -216,7 +217,7 @@ def test_nothing_is_kept_of_clients_that_have_left(monkeypatch):
         engine.add(f"r{i}", [i] * 5, client=f"t{i}", max_tokens=rng.choice((1, 3)))
         engine.step()
     policy = engine.scheduler.policy
-    assert len(policy._mean_output) <= 6
+    assert len(policy._mean_output) == 5
     engine.run()
     assert not (policy._live or policy._starts or policy._ends)
 
@@ -243,17 +244,176 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one():
     assert steps_until_end(engine, "short") == 1
 
 
-def test_what_follows_a_request_starts_behind_what_it_has_cost():
-    policy = Fair()
+@pytest.mark.parametrize(
+    "running, waiting, wanted",
+    [
+        ("aaab", "", ["a2", "a1"]),
+        ("aab", "", ["a1"]),
+        ("aabb", "", ["b1", "a1"]),
+        ("ab", "", []),
+        ("ab", "a", ["a0"]),
+        ("ab", "ba", ["a0", "b0"]),
+        ("aab", "a", ["a1", "a0"]),
+    ],
+)
+def test_a_newcomer_takes_the_place_of_who_has_more_than_one_the_last_first_and_then_of_a_flood(
+    running, waiting, wanted
+):
+    engine, seen = fair(**{"scheduler.max_num_seqs": len(running)}), []
+    arrived = Counter()
+    for client in running + waiting:
+        engine.add(f"{client}{arrived[client]}", [ord(client)] * 5, client=client, **LONG)
+        arrived[client] += 1
+    engine.step()
+    let_in = engine.scheduler.let_in
 
-    def arrive(name, client, num_output=0):
+    def watched(req, at_cost_of):
+        seen.append((req.id, [victim.id for victim in at_cost_of]))
+        let_in(req, at_cost_of)
+
+    engine.scheduler.let_in = watched
+    engine.add("new", [9] * 5, client="z", **LONG)
+    engine.step()
+    assert seen == [("new", wanted)]
+    assert ("new" in engine.core.plan.num_tokens) == bool(wanted)
+
+
+def test_who_is_let_in_is_counted_beside_those_that_find_a_place_and_who_is_not_is_not_counted():
+    engine = fair(**{"scheduler.max_num_seqs": 3, "kv.prefix": "hash"})
+    for name in "bc":
+        engine.add(name, [ord(name)] * 16, client=name, max_tokens=1)
+    engine.run()
+    engine.add("first", [1] * 5, client="a", **LONG)
+    engine.step()
+    for name in "bc":
+        engine.add(name * 2, [ord(name)] * 20, client=name, **LONG)
+    engine.step()
+    stats = engine.core.plan.stats
+    assert (stats.prefix_queries, stats.prefix_hits) == (40, 32)
+    for name in "def":
+        engine.add(name, [1] * 5, client=name, **LONG)
+        engine.step()
+        assert engine.core.plan.stats.prefix_queries == 0, "nobody has a place to spare"
+
+
+def test_a_search_is_one_request_of_its_client():
+    beam, outlived = BeamSearchParams(beam_width=3, max_tokens=8), set()
+    for i in range(4):
+        engine, prompt = fair(**{"scheduler.max_num_seqs": 4}), [3, 1, 4, i]
+        flood(engine, "a", 6)
+        ids = engine.add_beams("b", prompt, beam)
+        while ids[0] not in engine.reasons:
+            engine.step()
+            outlived.add(ids[0] not in engine.scheduler.requests and ids[0] not in engine.reasons)
+        assert [engine.tokens[each] for each in ids] == beam_oracle(prompt, beam, engine.max_model_len)
+        engine.run()
+        assert not engine.scheduler.policy._live
+    assert outlived == {False, True}, "a beam goes on without the request that it was forked from"
+
+
+def test_an_aborted_request_is_not_charged_for_the_output_that_it_has_not_made():
+    engine = fair(**{"scheduler.max_num_seqs": 1})
+    engine.add("other", [1] * 5, client="b", **LONG)
+    engine.step()
+    flood(engine, "a", 2, length=10)
+    assert engine.scheduler.requests["a1"].order[0] == 10 + OUTPUT_WEIGHT * 12
+    engine.core.abort(["a0"])
+    assert "a0" not in engine.scheduler.requests
+    assert engine.scheduler.requests["a1"].order[0] == 10
+    engine.run()
+    assert engine.reasons.keys() == {"other", "a1"}
+
+
+# --- the line of a client
+
+
+class Line:
+    """A policy, and requests of 10 tokens that come and go. The client "other" has one that stays."""
+
+    def __init__(self, stays=True):
+        self.policy, self.live, self.num_arrived = Fair(), {}, 0
+        if stays:
+            self.arrive("other")
+
+    def arrive(self, client, num_output=0, max_tokens=50, group="", num_cached=0):
+        """Its start."""
+        name, self.num_arrived = f"{client}{self.num_arrived}", self.num_arrived + 1
         tokens = [1] * 10 + [2] * num_output
-        req = Request(name, SamplingParams(max_tokens=50), tokens, 10, client=client)
-        req.order = policy.order(req, 0)
-        return req
+        req = Request(name, SamplingParams(max_tokens=max_tokens), tokens, 10, client=client, group=group)
+        req.order = self.policy.order(req, self.num_arrived)
+        req.num_cached_tokens = num_cached
+        self.live[name] = req
+        return req.order[0]
 
-    arrive("other", "b")
-    first = arrive("first", "a", num_output=4)
-    assert arrive("beside", "a").order[0] == 10 + OUTPUT_WEIGHT * 50
-    policy.left(first.id, [])
-    assert arrive("next", "a").order[0] == 2 * (10 + OUTPUT_WEIGHT * 50) - OUTPUT_WEIGHT * 46
+    def leave(self, client):
+        """The first of its requests."""
+        name = next(name for name, req in self.live.items() if req.client == client)
+        del self.live[name]
+        return self.policy.left(name, [])
+
+
+def cost(num_output, num_prompt=10):
+    return num_prompt + OUTPUT_WEIGHT * num_output
+
+
+@pytest.mark.parametrize("num_cached", [0, 8])
+def test_what_follows_a_request_starts_behind_what_it_has_cost(num_cached):
+    line = Line()
+    assert line.arrive("a", num_output=4, num_cached=num_cached) == 0
+    assert line.arrive("a") == cost(50)
+    line.leave("a")
+    assert line.arrive("a") == cost(4, 10 - num_cached) + cost(50), "what the cache gave made no work"
+
+
+def test_an_output_is_taken_to_be_as_long_as_its_clients_were_in_the_mean_and_no_longer_than_it_may_be():
+    line = Line()
+    for num_output in (10, 20):
+        line.arrive("a", num_output)
+        line.leave("a")
+    starts = [line.arrive("a", max_tokens=max_tokens) for max_tokens in (None, 50, 3, 50)]
+    assert [b - a for a, b in zip(starts, starts[1:], strict=False)] == pytest.approx([cost(11), cost(11), cost(3)])
+    assert line.arrive("b", max_tokens=None) == 0
+    assert line.arrive("b", max_tokens=None) == cost(256), "of whom nothing is known"
+
+
+def test_sequences_of_one_prompt_start_together_and_each_makes_the_line_longer():
+    line = Line()
+    assert [line.arrive("a", group="g") for _ in range(3)] == [0, 0, 0]
+    assert line.arrive("a", group="h") == 3 * cost(50)
+    assert line.arrive("a", group="h") == 3 * cost(50)
+    assert line.arrive("a") == 5 * cost(50)
+    assert line.arrive("a") == 6 * cost(50)
+
+
+def test_many_clients_do_not_make_one_forget_who_owes_work_or_is_served(monkeypatch):
+    from minivllm.scheduler import fair as module
+
+    monkeypatch.setattr(module, "MAX_CLIENTS", 1)
+    line = Line()
+    line.arrive("a", num_output=4)
+    line.leave("a")
+    assert line.arrive("a") == cost(4), "it has left, and comes again before the others have caught up"
+
+    line = Line(stays=False)
+    line.arrive("z")
+    line.arrive("a")
+    line.arrive("a", max_tokens=1)
+    line.leave("z")
+    line.leave("a")  # with much less than was thought: its line ends before its other request began
+    assert line.arrive("b") == cost(50)
+    assert not line.leave("a"), "it was still served"
+
+
+def test_a_policy_that_is_out_of_step_with_its_scheduler_is_found():
+    engine = fair()
+    engine.add("a", [1] * 5, client="a", **LONG)
+    engine.add("b", [1] * 5, client="b", **LONG)
+    engine.core.scheduler.check()
+    requests = engine.scheduler.requests
+    other, requests["a"] = requests["a"], requests["b"]
+    with pytest.raises(AssertionError, match="^a request is not the one that was taken in"):
+        engine.scheduler.policy.check(requests)
+    requests["a"] = other
+    other.order = (-1.0, 0, 0)
+    with pytest.raises(AssertionError, match="^a request is not on its client's line"):
+        engine.scheduler.policy.check(requests)

@@ -67,3 +67,37 @@ def test_an_item_of_many_requests_is_carried_once():
         held.fill(plan, requests)
         worker.run(plan)
     assert worker.num_carried == 1
+
+
+def test_what_plans_that_never_ran_forgot_is_forgotten_by_the_next_one():
+    held, worker = HeldItems(), Worker()
+    requests = {name: request(name, [name]) for name in "xyz"}
+    joins = [Join(name, [0], 9, PARAMS, items=requests[name].items) for name in "xyz"]
+    plans = [StepPlan(0, joins=joins), StepPlan(1, leaves=["x"]), StepPlan(2, leaves=["y"]), StepPlan(3, leaves=["z"])]
+    for plan in plans:
+        held.fill(plan, requests)
+    worker.run(plans[0])
+    for lost in plans[1:]:
+        held.take_back(lost)
+    last = StepPlan(4)
+    held.fill(last, requests)
+    assert sorted(last.forget) == ["x", "y", "z"]
+    worker.run(last)
+    assert not worker.held
+
+
+@pytest.mark.parametrize(
+    "wrong, match",
+    [
+        (lambda held: held._users["a"].add("nobody"), "^an item's users are miscounted$"),
+        (lambda held: held._users.update(b=set()), "^an item is held that nobody names$"),
+    ],
+    ids=["another user", "no user"],
+)
+def test_a_wrong_count_is_found(wrong, match):
+    held, requests = HeldItems(), {"x": request("x", ["a"])}
+    held.fill(StepPlan(0, joins=[Join("x", [0], 9, PARAMS, items=requests["x"].items)]), requests)
+    held.check()
+    wrong(held)
+    with pytest.raises(AssertionError, match=match):
+        held.check()

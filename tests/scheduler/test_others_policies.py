@@ -7,7 +7,7 @@ from scheduler.runs import LONGEST, engine_with, plans, run_workload
 
 from minivllm.config import PRESETS
 from minivllm.kv.base import KVUsage
-from minivllm.request import Request, SamplingParams
+from minivllm.request import BeamSearchParams, Request, SamplingParams
 from minivllm.scheduler.gather import HalfFull, ServedRatio
 from minivllm.scheduler.phased import PhasedScheduler
 from minivllm.scheduler.reserve import ReserveAll, ReservePrompt, ReserveShare
@@ -146,6 +146,33 @@ def test_a_queue_of_more_than_128_is_served_as_it_stands():
     assert [*plans(engine, 1)[0], *plans(engine, 1)[0], *plans(engine, 1)[0]] == ["r000", "r001", "z"]
 
 
+@pytest.mark.parametrize(
+    "num_common, num_cached, waits",
+    [
+        (32, 0, False),  # too short to be worth a wait
+        (33, 0, True),
+        (40, 32, True),
+        (40, 36, False),  # the rest of so long a beginning is computed at once
+    ],
+)
+def test_who_could_share_more_than_32_tokens_that_are_not_cached_waits(num_common, num_cached, waits):
+    engine, common = sglang(**{"scheduler.max_num_seqs": 2}), [1 + i for i in range(num_common)]
+    if num_cached:
+        engine.add("before", common[:num_cached], max_tokens=1)
+        plans(engine)
+    for name in "ab":
+        engine.add(name, common, max_tokens=1)
+    add(engine, "c", max_tokens=1)
+    assert set(plans(engine, 1)[0]) == ({"a", "c"} if waits else {"a", "b"})
+
+
+def test_a_search_is_served_in_its_turn_among_those_that_nothing_is_cached_of():
+    engine = sglang(**{"scheduler.max_num_seqs": 1})
+    engine.add_beams("b", [9] * 8, BeamSearchParams(beam_width=1, max_tokens=1))
+    add(engine, "c", max_tokens=1)
+    assert [name for plan in plans(engine) for name in plan] == ["b", "c"]
+
+
 def test_two_that_do_not_fit_together_do_not_push_each_other_out_for_ever():
     engine = FakeEngine(20, LONGEST, **{"kv.block_size": 4, "kv.prefix": "radix", "scheduler.policy": "longest_prefix"})
     wanted = {}
@@ -174,31 +201,47 @@ def running(num_prompt, num_output, max_tokens, name="r", computed=None):
     return req
 
 
-def most_free(admission, req, others):
-    """The least number of free slots with which req is let in."""
-    return next(free for free in range(200) if admission.admits(req, req.num_tokens, others, KVUsage(200, free)))
+def least_free(admission, req, others, block_size=1, num_groups=1):
+    """The least number of free blocks with which req is let in."""
+    usages = (KVUsage(200, free, 0, block_size, num_groups) for free in range(200))
+    return next(usage.num_free for usage in usages if admission.admits(req, req.num_tokens, others, usage))
 
 
 def test_tgi_sets_aside_all_that_may_be_written():
     new = Request("n", SamplingParams(max_tokens=10), [0] * 5, 5)
-    assert most_free(ReserveAll(LONGEST), new, [running(20, 1, 10)]) == 14 + 9  # the other holds 20 slots of its 29
+    assert least_free(ReserveAll(LONGEST), new, [running(20, 1, 10)]) == 14 + 9  # the other holds 20 slots of its 29
 
 
 def test_sarathi_sets_aside_the_rest_of_prompts_and_a_hundredth():
     new = Request("n", SamplingParams(max_tokens=10), [0] * 5, 5)
-    assert most_free(ReservePrompt(), new, [running(20, 0, 10, computed=8)]) == 5 + 12 + 2
-    assert most_free(ReservePrompt(), new, [running(20, 5, 10)]) == 5 + 1 + 2
+    assert least_free(ReservePrompt(), new, [running(20, 0, 10, computed=8)]) == 5 + 12 + 2
+    other = running(20, 5, 10)
+    assert least_free(ReservePrompt(), new, [other]) == 5 + 1 + 2
+    other.num_in_flight = 1
+    assert least_free(ReservePrompt(), new, [other]) == 5 + 2, "its room for that is taken"
+
+
+@pytest.mark.parametrize(
+    "admission, own, others",
+    [(ReserveAll(LONGEST), 4, 3), (ReservePrompt(0.0), 2, 1), (ReserveShare(LONGEST), 4, 2)],
+    ids=["all", "prompt", "share"],
+)
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_room_is_set_aside_in_whole_blocks_of_each_group_of_layers(admission, own, others, num_groups):
+    new = Request("n", SamplingParams(max_tokens=10), [0] * 5, 5)
+    other = running(20, 1, 10)  # it holds 5 blocks of 4, and knows 21 of its 29 tokens
+    assert least_free(admission, new, [other], 4, num_groups) == num_groups * (own + others)
 
 
 def test_sglangs_share_falls_by_steps_and_rises_with_a_preemption():
     admission = ReserveShare(LONGEST)
     new = Request("n", SamplingParams(max_tokens=11), [0] * 5, 5)
     other = running(20, 1, 41, name="o")  # 39 slots to come beside the 21 that it knows, of which it holds 20
-    assert most_free(admission, new, [other]) == 15 + 1 + int(0.7 * 39)
+    assert least_free(admission, new, [other]) == 15 + 1 + int(0.7 * 39)
     assert admission.share == 0.7
     other.token_ids += [0] * 10  # ten steps
     other.num_computed_tokens += 10
-    assert most_free(admission, new, [other]) == 15 + 1 + int(0.69 * 29)
+    assert least_free(admission, new, [other]) == 15 + 1 + int(0.69 * 29)
     assert admission.share == pytest.approx(0.7 - 10 * (0.7 - 0.098) / 600)
     new.num_preemptions = 1
     admission.admits(new, 5, [other], KVUsage(200, 100))
@@ -206,6 +249,38 @@ def test_sglangs_share_falls_by_steps_and_rises_with_a_preemption():
     before = admission.share
     admission.admits(new, 5, [other], KVUsage(200, 100))
     assert admission.share == before, "one preemption counts once"
+
+
+def test_sglang_counts_a_newcomer_whole_until_its_first_token():
+    new = Request("n", SamplingParams(max_tokens=11), [0] * 5, 5)
+    just_in = running(20, 0, 41, computed=20)
+    assert least_free(ReserveShare(LONGEST), new, [just_in]) == 15 + 40
+    just_in.token_ids.append(0)
+    assert least_free(ReserveShare(LONGEST), new, [just_in]) == 15 + 1 + int(0.7 * 39)
+
+
+@pytest.mark.parametrize("others", [[], [running(20, 1, 2)]], ids=["nobody", "one that asks for its last token"])
+def test_of_sglangs_share_there_is_none_of_what_is_not_to_come(others):
+    new = Request("n", SamplingParams(max_tokens=1), [0] * 5, 5)
+    admission = ReserveShare(LONGEST)
+    assert least_free(admission, new, others) == 5 + len(others)
+    assert admission.share == 0.7
+
+
+def test_sglangs_share_after_a_preemption_is_that_of_all_who_run_and_falls_again():
+    admission = ReserveShare(LONGEST)
+    new = Request("n", SamplingParams(max_tokens=11), [0] * 5, 5, num_preemptions=1)
+    others = [running(20, 4, 51, name="a"), running(20, 6, 55, name="b")]
+    usage = KVUsage(200, 100)
+    admission.admits(new, 5, others, usage)
+    share = (4 + 6 + 2 * 20) / (50 + 54 + 1)
+    assert admission.share == pytest.approx(share)
+    others[0].token_ids += [0] * 7
+    admission.admits(new, 5, others, usage)
+    assert admission.share == pytest.approx(share - 7 * (0.7 - 0.098) / 600), "the same preemption counts no more"
+    new.num_preemptions = 2
+    admission.admits(new, 5, [running(20, 9, 10, name="c")], usage)
+    assert admission.share == 1.0, "never more than all"
 
 
 def test_sglang_lets_more_in_than_tgi():
@@ -226,3 +301,18 @@ def test_a_systems_preset_changes_timing_never_output(name):
     engine = FakeEngine(120 // small["kv.block_size"], LONGEST, **{**PRESETS[name].overrides, **small})
     run_workload(engine, seed=2)
     engine.scheduler.check()
+
+
+# --- time
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair", "longest_prefix", "half_full"])
+def test_the_time_of_a_step_reaches_the_scheduler_inside(policy):
+    engine, seen = FakeEngine(**{"scheduler.policy": policy}), []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda now: (seen.append(now), schedule(now))[1]
+    engine.now = 3.0
+    add(engine, "a")
+    engine.step()
+    engine.step()
+    assert seen == [4.0, 5.0]
