@@ -346,17 +346,17 @@ def test_a_refusal_says_what_is_wrong_with_which_parameter_and_what_to_change(op
 
 
 @pytest.mark.parametrize(
-    "options, req",
+    "options, prompt, params",
     [
-        ({}, request("a", 19)),
-        ({"num_blocks": 3}, request("a", 6, max_tokens=7)),
-        ({"budget": 12, "chunked_prefill": False}, request("a", 6, max_tokens=7)),
-        ({"budget": 12}, request("a", 6, max_tokens=8)),
+        ({}, 19, {}),
+        ({"num_blocks": 3}, 6, {"max_tokens": 7}),
+        ({"budget": 12, "chunked_prefill": False}, 6, {"max_tokens": 7}),
+        ({"budget": 12}, 6, {"max_tokens": 8}),
     ],
 )
-def test_what_just_fits_is_taken(options, req):
+def test_what_just_fits_is_taken(options, prompt, params):
     scheduler = scheduler_of(max_model_len=20, **options)
-    scheduler.add(req)
+    scheduler.add(request("a", prompt, **params))
     plan_and_update(scheduler)
 
 
