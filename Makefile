@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 FETCHED := $(VENV)/.fetched
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve chat test test-all test-fast microbench lint check hooks format matrix sanitize sanitize-blocks soak attack fuzz fuzz-api bench peers site chapters traces relock lock sbom clients peers-suites clean
+.PHONY: help setup serve chat test test-all test-fast microbench lint check hooks format matrix sanitize sanitize-blocks soak attack fuzz fuzz-api mutants faults bench peers site chapters traces relock lock sbom clients peers-suites clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,15 @@ AREA ?=
 SINCE ?= main
 test-all: setup  ## all that `make test` leaves out, area by area (AREA="kernels card", or AREA=changed SINCE=main)
 	$(QUIETLY) $(PY) tests/run_areas.py --since "$(SINCE)" $(AREA) -- $(ARGS)
+
+# A test that no change to the code makes fail is none (tests/run_mutants.py). A part takes up to ten minutes on two cores.
+PART ?=
+mutants: setup  ## do the tests notice changes to the code? (PART="kv", ARGS=--show, ARGS=--record)
+	$(QUIETLY) $(PY) tests/run_mutants.py $(PART) $(ARGS)
+
+FAULT ?=
+faults: setup  ## put ten faults in by hand, one at a time: do tests of the gate turn red? (FAULT="dead-link")
+	$(QUIETLY) $(PY) tests/run_faults.py $(FAULT)
 
 FAST := scheduler kv fuzz benchmarks test_config.py test_matrix.py engine/test_detokenizer.py engine/test_output.py
 test-fast: $(INSTALLED)  ## the control plane alone, on all cores: no torch, no model, within a minute

@@ -19,11 +19,15 @@ import areas
 import pytest
 import same_tests
 import summary
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # The same examples in every CI run, so that a red one is its change's fault; new ones wherever a person runs the tests.
 settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
+# Of a change to the code (run_mutants.py), whether it fails is all that is asked, not the smallest example that does.
+settings.register_profile("mutants", derandomize=True, phases=[Phase.explicit, Phase.generate])
+if "MUTANT_UNDER_TEST" in os.environ:
+    settings.load_profile("mutants")
+elif os.environ.get("CI"):
     settings.load_profile("ci")
 
 OUTCOMES = pytest.StashKey[list]()

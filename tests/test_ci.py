@@ -10,6 +10,7 @@ from pathlib import Path
 
 import areas
 import pytest
+import run_mutants
 import yaml
 
 import minivllm
@@ -65,6 +66,12 @@ def test_every_night_each_area_is_run_by_a_job_of_its_own():
     assert job["strategy"] == {"fail-fast": False, "matrix": {"area": [*areas.ALL]}}
     assert job["timeout-minutes"] <= 60
     assert job["steps"][-1]["run"] == "make test-all AREA=${{ matrix.area }}" and "\ntest-all:" in MAKEFILE
+
+
+def test_every_night_each_part_is_asked_whether_its_tests_notice_a_change():
+    job = yaml.safe_load(NIGHTLY)["jobs"]["mutants"]
+    assert job["strategy"] == {"fail-fast": False, "matrix": {"part": [*run_mutants.PARTS]}}
+    assert job["steps"][-1]["run"] == "make mutants PART=${{ matrix.part }}" and "\nmutants:" in MAKEFILE
 
 
 def test_the_changelog_has_this_version_and_what_comes_next():

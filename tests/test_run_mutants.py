@@ -1,0 +1,133 @@
+"""`make mutants`: what it counts, when verdicts are kept, and one run of the real tool over two functions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import areas
+import pytest
+import run_mutants
+from run_mutants import PARTS, Part, Score
+
+ROOT = Path(__file__).parent.parent
+CODE = '''\
+def larger(a, b):
+    """The larger of two numbers."""
+    return a if a > b else b
+
+
+def unheard_of():
+    return 1
+'''
+TEST = """\
+import minivllm.toy
+
+def test_the_larger_is_taken():
+    assert [minivllm.toy.larger(*pair) for pair in ((1, 2), (2, 1))] == [2, 2]
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A package of two functions, one of which has a test."""
+    (tmp_path / "minivllm").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "some.cpp").write_text("")
+    (tmp_path / "minivllm" / "kernels").symlink_to("../kernels")
+    (tmp_path / "minivllm" / "__init__.py").write_text("")
+    (tmp_path / "minivllm" / "toy.py").write_text(CODE)
+    (tmp_path / "tests" / "test_toy.py").write_text(TEST)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--import-mode=importlib'\n")
+    (tmp_path / ".gitignore").write_text("build\n__pycache__\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    monkeypatch.setattr("run_areas.ROOT", tmp_path)
+    monkeypatch.setattr(run_mutants, "ROOT", tmp_path)
+    monkeypatch.setattr(run_mutants, "WORK", tmp_path / "build" / "mutants")
+    monkeypatch.setattr(run_mutants, "RECORD", tmp_path / "tests" / "mutants.json")
+    monkeypatch.setattr(run_mutants, "PARTS", {"toy": Part(("minivllm/toy.py",), ("tests/test_toy.py",))})
+    return tmp_path
+
+
+def test_what_no_test_notices_is_shown_and_gone_once_a_test_is_there(repository, capfd):
+    assert run_mutants.main(["--record"]) == 0
+    kept = json.loads((repository / "tests" / "mutants.json").read_text())["toy"]
+    assert 0 < kept["noticed"] < kept["mutants"] and kept["tool"].startswith("mutmut ")
+    assert f"toy {kept['mutants']:>17} {kept['noticed']:>8}" in capfd.readouterr().out
+    assert run_mutants.main(["--show", "unheard_of"]) == 0
+    assert "-    return 1\n+    return 2" in capfd.readouterr().out
+    (repository / "tests" / "test_toy.py").write_text(
+        TEST + "def test_unheard_of():\n    assert minivllm.toy.unheard_of() == 1\n"
+    )
+    assert run_mutants.main(["--again", "toy"]) == 0
+    assert f"toy {kept['mutants']:>17} {kept['noticed'] + 1:>8}" in capfd.readouterr().out
+
+
+@pytest.fixture
+def prepared(repository):
+    """Prepares the folder anew, and says whether a verdict that was there is there still."""
+
+    def prepare(again=False) -> bool:
+        folder = run_mutants.prepare("toy", again)
+        (there := (folder / "verdict").exists()) or (folder / "verdict").write_text("")
+        return there
+
+    return prepare
+
+
+def test_verdicts_are_kept_as_long_as_no_file_differs_but_to_look_at_what_a_new_test_does(repository, prepared):
+    assert [prepared(), prepared()] == [False, True]
+    (repository / "tests" / "new.py").write_text("")
+    assert [prepared(), prepared()] == [False, True]
+    (repository / "minivllm" / "toy.py").write_text(CODE + "1\n")
+    assert [prepared(again=True), prepared(again=True)] == [True, True]
+    assert [prepared(), prepared()] == [False, True], "some were of other files"
+
+
+def test_a_file_that_is_the_same_is_not_touched_and_one_that_is_gone_goes(repository):
+    folder = run_mutants.prepare("toy", again=False)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.py")}
+    (repository / "minivllm" / "toy.py").write_text(CODE + "1\n")
+    (repository / "minivllm" / "__init__.py").unlink()
+    subprocess.run(["git", "add", "--all"], cwd=repository, check=True)
+    (repository / "tests" / "test_toy.py").unlink()
+    run_mutants.prepare("toy", again=True)
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*.py")}
+    changed = {path.name for path in before if after.get(path) != before[path]}
+    assert changed == {"toy.py", "test_toy.py"} and not (folder / "tests" / "test_toy.py").exists()
+
+
+def test_a_change_is_noticed_by_a_test_by_no_end_or_by_a_crash():
+    found = dict.fromkeys("abc", "killed") | {"d": "timeout", "e": "segfault", "f": "survived", "g": "no tests"}
+    assert run_mutants.score(found) == Score(7, 5)
+    assert Score(7, 5).percent == pytest.approx(71.43, abs=0.01)
+    assert run_mutants.unnoticed(found) == ["f", "g"] and run_mutants.unnoticed(found, "g") == ["g"]
+    with pytest.raises(run_mutants.Unfinished, match="1 are not checked"):
+        run_mutants.score(found | {"h": "not checked"})
+
+
+def test_a_score_may_be_a_little_lower_and_no_more():
+    record = {"kv": {"score": 92.0, "when": "2026-11-25"}}
+    assert run_mutants.lower({"kv": Score(1000, 916), "plan": Score(10, 1)}, record) == []
+    assert run_mutants.lower({"kv": Score(1000, 914)}, record) == ["kv"]
+    lines = run_mutants.table({"kv": Score(1000, 914), "plan": Score(10, 1)}, record).splitlines()
+    assert lines[1].split() == ["kv", "1000", "914", "91.4", "%", "92.0", "%", "on", "2026-11-25"]
+    assert lines[2].split() == ["plan", "10", "1", "10.0", "%", "-"]
+
+
+def test_an_unknown_part_is_refused_with_those_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        run_mutants.main(["kvv"])
+    assert f"no part kvv: there are {' '.join(PARTS)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_names_code_and_tests_of_the_gate_and_nearly_all_is_noticed(name):
+    for path in (*PARTS[name].code, *PARTS[name].tests):
+        assert (ROOT / path).exists(), path
+    assert all(areas.area_of(path) == areas.GATE for path in PARTS[name].tests)
+    kept = run_mutants.recorded()[name]
+    assert kept["score"] == pytest.approx(Score(kept["mutants"], kept["noticed"]).percent, abs=0.05)
+    assert kept["score"] >= 92
