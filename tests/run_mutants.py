@@ -60,8 +60,8 @@ for name in sys.stdin.read().split():
 """
 
 
-class Unfinished(Exception):
-    """A part has changes without a verdict."""
+class NoVerdict(Exception):
+    """A part has not been run, or has changes without a verdict."""
 
 
 class Score(NamedTuple):
@@ -77,8 +77,9 @@ class Score(NamedTuple):
 
 
 def files() -> list[str]:
-    """What the package and its tests consist of, from the repository's root."""
-    return git("ls-files", "--cached", "--others", "--exclude-standard", "minivllm", "kernels", "tests").splitlines()
+    """What the package and its tests consist of, from the repository's root. Scores turn no verdict."""
+    names = git("ls-files", "--cached", "--others", "--exclude-standard", "minivllm", "kernels", "tests").splitlines()
+    return [name for name in names if ROOT / name != RECORD]
 
 
 def digest(names: Sequence[str]) -> str:
@@ -149,6 +150,8 @@ def mutmut(folder: Path, *args: str, quiet: bool = False) -> str:
 
 def verdicts(folder: Path) -> dict[str, str]:
     """{a change's name: what became of it, in mutmut's words}"""
+    if not (folder / "mutants").exists():
+        raise NoVerdict(f"{folder.name} has not been run: make mutants PART={folder.name}")
     lines = mutmut(folder, "results", "--all", "true", quiet=True).splitlines()
     return dict(line.strip().rsplit(": ", 1) for line in lines if ": " in line)
 
@@ -159,7 +162,8 @@ def show(folder: Path, names: Sequence[str]) -> None:
 
 def score(found: dict[str, str]) -> Score:
     if other := {word for word in found.values()} - NOTICED - UNNOTICED:
-        raise Unfinished(f"{sum(word in other for word in found.values())} are {', '.join(sorted(other))}")
+        num = sum(word in other for word in found.values())
+        raise NoVerdict(f"{num} of {len(found)} changes are {', '.join(sorted(other))}: run the part again, it goes on")
     return Score(len(found), sum(word in NOTICED for word in found.values()))
 
 
@@ -213,6 +217,17 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if unknown := set(options.parts) - {*PARTS}:
         parser.error(f"no part {' '.join(sorted(unknown))}: there are {' '.join(PARTS)}")
+    try:
+        return run(options)
+    except NoVerdict as e:
+        print(e)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command goes on where it was")
+        return 130
+
+
+def run(options: argparse.Namespace) -> int:
     scores = {}
     for part in options.parts or PARTS:
         if options.show is not None:

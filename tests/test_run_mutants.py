@@ -81,6 +81,8 @@ def test_verdicts_are_kept_as_long_as_no_file_differs_but_to_look_at_what_a_new_
     assert [prepared(), prepared()] == [False, True]
     (repository / "tests" / "new.py").write_text("")
     assert [prepared(), prepared()] == [False, True]
+    (repository / "tests" / "mutants.json").write_text("{}")  # the scores are no code
+    assert prepared()
     (repository / "minivllm" / "toy.py").write_text(CODE + "1\n")
     assert [prepared(again=True), prepared(again=True)] == [True, True]
     assert [prepared(), prepared()] == [False, True], "some were of other files"
@@ -104,7 +106,7 @@ def test_a_change_is_noticed_by_a_test_by_no_end_or_by_a_crash():
     assert run_mutants.score(found) == Score(7, 5)
     assert Score(7, 5).percent == pytest.approx(71.43, abs=0.01)
     assert run_mutants.unnoticed(found) == ["f", "g"] and run_mutants.unnoticed(found, "g") == ["g"]
-    with pytest.raises(run_mutants.Unfinished, match="1 are not checked"):
+    with pytest.raises(run_mutants.NoVerdict, match="^1 of 8 changes are not checked: run the part again, it goes on"):
         run_mutants.score(found | {"h": "not checked"})
 
 
@@ -115,6 +117,12 @@ def test_a_score_may_be_a_little_lower_and_no_more():
     lines = run_mutants.table({"kv": Score(1000, 914), "plan": Score(10, 1)}, record).splitlines()
     assert lines[1].split() == ["kv", "1000", "914", "91.4", "%", "92.0", "%", "on", "2026-11-25"]
     assert lines[2].split() == ["plan", "10", "1", "10.0", "%", "-"]
+
+
+@pytest.mark.parametrize("args", [["--show"], ["--again"]])
+def test_what_was_never_run_has_nothing_to_show(repository, capsys, args):
+    assert run_mutants.main(args) == 2
+    assert "toy has not been run: make mutants PART=toy" in capsys.readouterr().out
 
 
 def test_an_unknown_part_is_refused_with_those_that_there_are(capsys):
