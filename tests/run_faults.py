@@ -107,8 +107,8 @@ FAULTS = {
 }
 
 
-def run(tests: str, *args: str) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", tests, *args]
+def run(tests: str) -> int:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", tests]
     return subprocess.call(command, cwd=WORK, stdout=subprocess.DEVNULL)
 
 

@@ -161,7 +161,7 @@ def show(folder: Path, names: Sequence[str]) -> None:
 
 
 def score(found: dict[str, str]) -> Score:
-    if other := {word for word in found.values()} - NOTICED - UNNOTICED:
+    if other := {*found.values()} - NOTICED - UNNOTICED:
         num = sum(word in other for word in found.values())
         raise NoVerdict(f"{num} of {len(found)} changes are {', '.join(sorted(other))}: run the part again, it goes on")
     return Score(len(found), sum(word in NOTICED for word in found.values()))
@@ -174,36 +174,35 @@ def unnoticed(found: dict[str, str], text: str = "") -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- record
 
 
-def recorded() -> dict[str, dict]:
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+class Recorded(NamedTuple):
+    score: Score
+    when: str
 
 
-def table(scores: dict[str, Score], record: dict[str, dict]) -> str:
+def recorded() -> dict[str, Recorded]:
+    """The last score that was kept of each part."""
+    kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return {part: Recorded(Score(last["mutants"], last["noticed"]), last["when"]) for part, last in kept.items()}
+
+
+def table(scores: dict[str, Score], record: dict[str, Recorded]) -> str:
     lines = [f"{'part':12} {'changes':>8} {'noticed':>8} {'score':>8}   last"]
     for part, now in scores.items():
-        last = f"{record[part]['score']:.1f} % on {record[part]['when']}" if part in record else "-"
+        last = f"{record[part].score.percent:.1f} % on {record[part].when}" if part in record else "-"
         lines.append(f"{part:12} {now.mutants:8} {now.noticed:8} {now.percent:6.1f} %   {last}")
     return "\n".join(lines)
 
 
-def lower(scores: dict[str, Score], record: dict[str, dict]) -> list[str]:
+def lower(scores: dict[str, Score], record: dict[str, Recorded]) -> list[str]:
     """The parts whose tests notice less than they did."""
-    return [part for part in scores if part in record and scores[part].percent < record[part]["score"] - TOLERANCE]
+    known = scores.keys() & record.keys()
+    return [part for part in scores if part in known and scores[part].percent < record[part].score.percent - TOLERANCE]
 
 
-def keep(scores: dict[str, Score]) -> None:
-    when, tool = time.strftime("%Y-%m-%d"), f"mutmut {version('mutmut')}"
-    fresh = {
-        part: {
-            "mutants": now.mutants,
-            "noticed": now.noticed,
-            "score": round(now.percent, 1),
-            "when": when,
-            "tool": tool,
-        }
-        for part, now in scores.items()
-    }
-    RECORD.write_text(json.dumps(recorded() | fresh, indent=1) + "\n")
+def keep(part: str, now: Score) -> None:
+    kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    kept[part] = now._asdict() | {"when": time.strftime("%Y-%m-%d"), "tool": f"mutmut {version('mutmut')}"}
+    RECORD.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -217,37 +216,35 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if unknown := set(options.parts) - {*PARTS}:
         parser.error(f"no part {' '.join(sorted(unknown))}: there are {' '.join(PARTS)}")
+    parts, record, scores = options.parts or [*PARTS], recorded(), {}
     try:
-        return run(options)
+        if options.show is not None:
+            for part in parts:
+                show(WORK / part, unnoticed(verdicts(WORK / part), options.show))
+            return 0
+        for part in parts:
+            scores[part] = run(part, options.again, options.max_children)
+            if options.record:
+                keep(part, scores[part])
     except NoVerdict as e:
         print(e)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted: the same command goes on where it was")
         return 130
-
-
-def run(options: argparse.Namespace) -> int:
-    scores = {}
-    for part in options.parts or PARTS:
-        if options.show is not None:
-            show(WORK / part, unnoticed(verdicts(WORK / part), options.show))
-            continue
-        folder = prepare(part, options.again)
-        names = unnoticed(verdicts(folder)) if options.again else []
-        print(f"part {part}: {folder.relative_to(ROOT)}", flush=True)
-        mutmut(folder, "run", "--max-children", options.max_children, *names)
-        scores[part] = score(verdicts(folder))
-    if options.show is not None:
-        return 0
-    record = recorded()
     print(table(scores, record))
-    if options.record:
-        keep(scores)
-        return 0
-    for part in (less := lower(scores, record)):
+    less = [] if options.record else lower(scores, record)
+    for part in less:
         print(f"{part}: less is noticed than before; make mutants PART={part} ARGS=--show")
     return bool(less)
+
+
+def run(part: str, again: bool, max_children: str) -> Score:
+    folder = prepare(part, again)
+    names = unnoticed(verdicts(folder)) if again else []
+    print(f"part {part}: {folder.relative_to(ROOT)}", flush=True)
+    mutmut(folder, "run", "--max-children", max_children, *names)
+    return score(verdicts(folder))
 
 
 if __name__ == "__main__":

@@ -53,28 +53,18 @@ def test_who_has_nothing_to_send_gives_its_blocks_back_at_once(num_computed, kee
     assert kv.pool.num_free == 10 and not kv.num_lent
 
 
-def test_a_sender_without_room_waits_for_as_much_as_was_asked_for():
+@pytest.mark.parametrize("lookahead, num_blocks, sent", [(0, 6, "a"), (4, 7, "ab")])
+def test_a_sender_without_room_waits_for_as_much_as_was_asked_for(lookahead, num_blocks, sent):
     kv = sending()
     for name in "ab":
         kv.free(computed(kv, request(name, 16)))
     late = request("c", 24)
     kv.lookup(late)
-    assert not kv.waits and kv.allocate(late, 24) is None and kv.waits
-    kv.sent("a")
-    assert not kv.waits and kv.allocate(late, 24) is not None
-
-
-def test_a_sender_waits_on_while_what_was_sent_is_not_enough():
-    kv = sending()
-    for name in "ab":
-        kv.free(computed(kv, request(name, 16)))
-    late = request("c", 24)
-    kv.lookup(late)
-    assert kv.allocate(late, 24, lookahead=4) is None  # 7 blocks
-    kv.sent("a")
-    assert kv.pool.num_free == 6 and kv.waits
-    kv.sent("b")
-    assert not kv.waits and len(kv.allocate(late, 24, lookahead=4)) == 7
+    assert not kv.waits and kv.allocate(late, 24, lookahead) is None
+    for name in sent:
+        assert kv.waits
+        kv.sent(name)
+    assert not kv.waits and len(kv.allocate(late, 24, lookahead)) == num_blocks
 
 
 KINDS = {

@@ -50,13 +50,18 @@ class Machine:
         return found
 
 
+def gone_from_the_device(num_blocks: int) -> Machine:
+    """With as many blocks, of which one request's went to the next one: 16 tokens from 0 on are on the host alone."""
+    machine = Machine(managed(num_blocks, BlockStore(16)), {})
+    for name, first, end in (("a", 0, 16), ("b", 50, 50 + SIZE * num_blocks)):
+        assert machine.run(req := request(name, list(range(first, end)))) == 0
+        machine.kv.free(req)
+    return machine
+
+
 def test_what_the_device_has_lost_comes_back_from_the_host():
-    kv = managed(4, BlockStore(16))
-    machine = Machine(kv, {})
-    for name, tokens in (("a", list(range(16))), ("b", list(range(50, 66)))):
-        assert machine.run(req := request(name, tokens)) == 0
-        kv.free(req)
-    assert machine.run(request("c", [*range(12), 99])) == 12 and kv.num_fetched == 3
+    machine = gone_from_the_device(4)
+    assert machine.run(request("c", [*range(12), 99])) == 12 and machine.kv.num_fetched == 3
 
 
 def test_who_is_on_the_device_is_not_fetched():
@@ -86,12 +91,7 @@ def test_a_sender_keeps_what_it_has_fetched_until_it_is_sent():
 
 
 def test_who_comes_back_from_the_host_grows_like_any_other_and_has_room_for_drafts():
-    kv = managed(6, BlockStore(16))
-    machine = Machine(kv, {})
-    for name, tokens in (("a", list(range(16))), ("b", list(range(50, 74)))):
-        machine.run(req := request(name, tokens))
-        kv.free(req)
-    req = request("c", list(range(15)))
+    kv, req = gone_from_the_device(6).kv, request("c", list(range(15)))
     assert kv.lookup(req) == 12
     assert len(kv.allocate(req, 3, lookahead=2)) == 5, "three blocks from the host, and two for 3 tokens and 2 drafts"
     assert len(kv.moves.swap_in) == 3
@@ -112,12 +112,7 @@ def test_all_that_a_step_computed_is_written_in_the_next_one():
 
 
 def test_who_leaves_before_it_was_admitted_leaves_nothing():
-    kv = managed(4, BlockStore(16))
-    machine = Machine(kv, {})
-    for name, tokens in (("a", list(range(16))), ("b", list(range(50, 66)))):
-        machine.run(req := request(name, tokens))
-        kv.free(req)
-    late = request("c", list(range(16)))
+    kv, late = gone_from_the_device(4).kv, request("c", list(range(16)))
     assert kv.lookup(late) == 12
     kv.free(late)
     assert not kv._stored and not kv._found
