@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(config, items):
         runs = [areas.belongs(item.nodeid, area, bool(item.get_closest_marker("alone"))) for item in items]
         config.hook.pytest_deselected(items=[item for item, its in zip(items, runs, strict=True) if not its])
         items[:] = [item for item, its in zip(items, runs, strict=True) if its]
-    if WORKER:
+    if WORKER and not config.pluginmanager.hasplugin("randomly"):  # make orders
         items.sort(key=lambda item: _rank(item.nodeid))  # stable: a file's own order stays
 
 

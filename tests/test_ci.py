@@ -74,6 +74,11 @@ def test_every_night_each_part_is_asked_whether_its_tests_notice_a_change():
     assert job["steps"][-1]["run"] == "make mutants PART=${{ matrix.part }}" and "\nmutants:" in MAKEFILE
 
 
+def test_every_night_the_gate_runs_in_an_order_of_its_own():
+    job = yaml.safe_load(NIGHTLY)["jobs"]["orders"]
+    assert job["steps"][-1]["run"] == "make orders SEEDS=${{ github.run_number }}" and "\norders:" in MAKEFILE
+
+
 def test_the_changelog_has_this_version_and_what_comes_next():
     headings = re.findall(r"^## \[(.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased" and headings[1] == minivllm.__version__

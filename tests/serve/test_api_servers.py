@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 
 import httpx
 import psutil
@@ -61,14 +62,26 @@ class Group:
 
 
 @pytest.fixture(scope="module")
-def group():
+def started():
+    """start(*options) gives the group with these options that runs, or a new one if a test has ended the last."""
+    groups: dict[tuple[str, ...], Group] = {}
+
+    def start(*options):
+        if options not in groups or groups[options].server.process.poll() is not None:
+            groups[options] = Group(*options)
+            groups[options].url = groups[options].server.wait_ready()
+        return groups[options]
+
+    yield start
+    for group in groups.values():
+        if group.server.process.poll() is None:
+            group.server.end(signal.SIGTERM)
+
+
+@pytest.fixture
+def group(started):
     limit = ["--rate-limit", "1/h", "--rate-burst", "1000"]  # no test comes near, but each answer says what is left
-    group = Group("--set", "engine.restart=true", "--api-key", "secret", "--api-key", "other", *limit)
-    group.url = group.server.wait_ready()
-    yield group
-    if group.server.process.poll() is None:
-        group.server.process.kill()
-        group.server.process.communicate()
+    return started("--set", "engine.restart=true", "--api-key", "secret", "--api-key", "other", *limit)
 
 
 AUTH = {"authorization": "Bearer secret"}
@@ -95,16 +108,23 @@ def metric(client, name, **labels):
 def test_both_answer_the_same_and_share_metrics_and_the_cache(group):
     assert len(group.servers) == 2 and len(group.cores) == 1
     clients = [group.connect(server) for server in group.servers]
-    body = {"prompt": "x" * 200, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    wait_for(lambda: metric(clients[0], "minivllm:num_requests_running") == 0)
+
+    def counted(client):
+        names = "request_success_total", "request_prompt_tokens_count", "generation_tokens_total"
+        return [metric(client, f"minivllm:{name}") for name in names]
+
+    before = counted(clients[0])
+    new = uuid.uuid4().hex * 7  # nothing of it is in the cache
+    body = {"prompt": new, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     answers = [client.post("/v1/completions", json=body, headers=AUTH).json() for client in clients]
     assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 100, "the same key has one part of the cache"
     body_of_other = clients[0].post("/v1/completions", json=body, headers={"authorization": "Bearer other"}).json()
     assert body_of_other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     for client in clients:
-        wait_for(lambda client=client: metric(client, "minivllm:request_success_total") == 3)
-        assert metric(client, "minivllm:generation_tokens_total") == 15
-        assert metric(client, "minivllm:request_prompt_tokens_count") == 3
+        wait_for(lambda client=client: counted(client)[0] == before[0] + 3)
+        assert counted(client)[1:] == [before[1] + 3, before[2] + 15]
         assert client.get("/health").json() == {"status": "ok"}
 
 
@@ -174,7 +194,6 @@ def test_a_core_that_is_killed_ends_streams_everywhere_and_all_servers_find_the_
 
 
 def test_a_signal_tells_the_streams_and_leaves_no_process(group):
-    """The last test of this group: it ends it."""
     pids = [process.pid for process in (*group.servers, *group.cores)]
     assert len(pids) == 3
     clients = [group.connect(server) for server in group.servers]
@@ -195,14 +214,15 @@ def test_a_signal_tells_the_streams_and_leaves_no_process(group):
 
 
 @pytest.fixture(scope="module")
-def replicated(tmp_path_factory):
+def adapters(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     write_adapter(folder / "a", 1, 4)
-    group = Group("--replicas", "2", "--set", "engine.router=round_robin", "--lora-dir", str(folder))
-    group.url = group.server.wait_ready()
-    yield group
-    if group.server.process.poll() is None:
-        group.server.end(signal.SIGTERM)
+    return folder
+
+
+@pytest.fixture
+def replicated(started, adapters):
+    return started("--replicas", "2", "--set", "engine.router=round_robin", "--lora-dir", str(adapters))
 
 
 def test_an_adapter_that_one_server_loads_is_known_to_all_on_every_replica(replicated):
@@ -258,7 +278,6 @@ def test_a_replica_that_is_killed_ends_its_streams_with_an_event_and_no_others(s
 
 
 def test_the_parents_death_ends_all_of_them(replicated):
-    """The last test of this group."""
     pids = [process.pid for process in (*replicated.servers, *replicated.cores)]
     assert len(pids) == 4
     assert re.search(r"engine.replicas +2", replicated.server.output)
