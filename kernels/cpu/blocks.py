@@ -144,20 +144,32 @@ def _pack(part: Blocks) -> Tensor:
 
 def dequantise(blocks: Blocks, dtype: torch.dtype = torch.float32) -> Tensor:
     """[rows, n_in] in fp32, as gguf's own decoder gives them bit for bit, or in bf16, each rounded once."""
-    return _rows(blocks, None, len(blocks.rows), dtype)
+    return dequantise_stacked([blocks], dtype)
+
+
+def dequantise_stacked(parts: Sequence[Blocks], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same of several, one above the other."""
+    to = torch.empty((sum(len(part.rows) for part in parts), parts[0].n_in), dtype=dtype)
+    first = 0
+    for part in parts:
+        _read_rows(part, None, to[first : first + len(part.rows)])
+        first += len(part.rows)
+    return to
 
 
 def look_up(blocks: Blocks, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """ids [T] int64, rows of an embedding -> [T, n_in]."""
     assert ids.dtype is torch.int64 and ids.dim() == 1, (ids.dtype, ids.shape)
-    return _rows(blocks, ids.contiguous(), len(ids), dtype)
-
-
-def _rows(blocks: Blocks, ids: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
-    assert dtype in DTYPES and blocks.rows.is_contiguous() and blocks.rows.dtype is torch.uint8
-    to = torch.empty((count, blocks.n_in), dtype=dtype)
-    at = None if ids is None else ids.data_ptr()
-    where = blocks.rows.data_ptr(), at, count, blocks.n_in, to.data_ptr()
-    threads = build.torch_parallel(), torch.get_num_threads()
-    _library_of(blocks.kind).minivllm_kind_rows(*where, dtype is torch.bfloat16, *threads)
+    to = torch.empty((len(ids), blocks.n_in), dtype=dtype)
+    _read_rows(blocks, ids.contiguous(), to)
     return to
+
+
+def _read_rows(blocks: Blocks, ids: Tensor | None, to: Tensor) -> None:
+    """to [rows, n_in]: those of `ids`, or all."""
+    assert to.dtype in DTYPES and blocks.rows.is_contiguous() and blocks.rows.dtype is torch.uint8
+    assert to.is_contiguous() and to.shape[1] == blocks.n_in, (to.shape, blocks.n_in)
+    at = None if ids is None else ids.data_ptr()
+    where = blocks.rows.data_ptr(), at, len(to), blocks.n_in, to.data_ptr()
+    threads = build.torch_parallel(), torch.get_num_threads()
+    _library_of(blocks.kind).minivllm_kind_rows(*where, to.dtype is torch.bfloat16, *threads)

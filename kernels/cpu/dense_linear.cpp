@@ -47,6 +47,7 @@ void pack(void* data) {
     for (int64_t s = 0; s < panels.steps(); s++)
       for (int tile = 0; tile < 2; tile++) {
         char* to = call.to + p * panels.bytes() + s * STEP_BYTES + tile * STEP_BYTES / 2;
+        if (outputs.size[tile] < SIDE) std::memset(to, 0, STEP_BYTES / 2);
         for (int64_t n = 0; n < outputs.size[tile]; n++) {
           const bf16* from = call.from + (outputs.first[tile] + n) * panels.w.inputs + s * STEP;
           for (int64_t pair = 0; pair < STEP / 2; pair++) std::memcpy(to + pair * 64 + n * 4, from + 2 * pair, 4);
@@ -119,7 +120,7 @@ int64_t minivllm_dense_bytes(const minivllm_dense* matrix) {
   return panels.count() * panels.bytes();
 }
 
-// weight: bf16 [outputs][inputs]. to: minivllm_dense_bytes, zeroed; what becomes the matrix's weight.
+// weight: bf16 [outputs][inputs]. to: minivllm_dense_bytes, all of them written; what becomes the matrix's weight.
 void minivllm_dense_pack(const minivllm_dense* matrix, const void* weight, void* to, Parallel parallel,
                          int64_t num_threads) {
   if (parallel == nullptr) num_threads = 1;

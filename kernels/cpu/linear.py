@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from minivllm.kernels.cpu import build
+from minivllm.kernels.cpu.blocks import SIZES, Blocks
 
 NAME = "packed_linear"
 GROUP = 32  # inputs that share a scale
 PORTABLE, VNNI = 0, 1
 DTYPES = (torch.bfloat16, torch.float32)
+OUTPUTS = 16  # of a block of this layout
+# The kinds of blocks that have this form: their bits, and fp16 numbers ahead of the codes.
+FORMS = {"Q4_0": (4, 1), "Q4_1": (4, 2), "Q8_0": (8, 1)}
 
 
 _Matrix = build.matrix_struct("outputs", "inputs", "bits")
@@ -31,12 +36,13 @@ def unsupported_reason() -> str | None:
 def _library() -> ctypes.CDLL:
     lib, pointer, number = build.library(NAME), ctypes.c_void_p, ctypes.c_int64
     lib.minivllm_packed_bytes.argtypes = [number] * 3
-    lib.minivllm_pack.argtypes = [*[pointer] * 3, *[number] * 3, pointer]
+    lib.minivllm_pack.argtypes = [pointer, *[number] * 5, *[pointer] * 2, number]
+    lib.minivllm_pack.restype = ctypes.c_bool
     lib.minivllm_linear.argtypes = [*[pointer] * 3, *[number] * 4, pointer, number]
     lib.minivllm_unpack.argtypes = [pointer] * 3 + [number]
     lib.minivllm_unpack.restype = None
     lib.minivllm_packed_bytes.restype = lib.minivllm_best_path.restype = number
-    lib.minivllm_pack.restype = lib.minivllm_linear.restype = None
+    lib.minivllm_linear.restype = None
     return lib
 
 
@@ -45,32 +51,38 @@ def best_path() -> int:
 
 
 class PackedMatrix:
-    """W [n_out, n_in]: w = scale * code + minimum, with one scale (and minimum) for GROUP inputs of an output.
+    """W [n_out, n_in], made of `parts` one above the other: w = scale * code + minimum, with one scale (and minimum)
+    for GROUP inputs of an output.
 
-    8 bits: codes int8 [n_out, n_in], no minima. 4 bits: codes uint8 [n_out, n_in / 2], of which byte i of a group's 16
-    holds input i in its low half and input i + 16 in its high half; minima. Scales and minima: fp16 [n_out, groups].
-    n_in is a multiple of GROUP. bias: [n_out], or None.
+    parts: of the kinds in FORMS, with equal bits. The minimum of a block that has none is 0 in 8 bits, and -8 scales in
+    4. It keeps a copy of its own, so that what it was given may be dropped. bias: [n_out], or None.
+
+    is_finite: whether fp16 holds all minima: not those of Q4_0 with a scale above 8191. Else products are no numbers.
     """
 
     traceable = False  # it holds addresses
 
-    def __init__(self, codes: Tensor, scales: Tensor, minima: Tensor | None, bias: Tensor | None = None):
-        self.bits = 8 if minima is None else 4
-        self.n_out, self.n_in = len(codes), scales.shape[1] * GROUP
-        given = [codes, scales] if minima is None else [codes, scales, minima]
-        assert codes.dtype is (torch.int8 if self.bits == 8 else torch.uint8), codes.dtype
-        assert codes.shape == (self.n_out, self.n_in * self.bits // 8), (codes.shape, scales.shape)
-        assert all(t.dtype is torch.float16 and t.shape == scales.shape for t in given[1:]), "scales and minima"
-        assert all(t.is_contiguous() and t.device.type == "cpu" for t in given), "dense tensors on the CPU"
-        lib = _library()
-        self.data = torch.zeros(lib.minivllm_packed_bytes(self.n_out, self.n_in, self.bits), dtype=torch.uint8)
-        pointers = [t.data_ptr() for t in given] + [None] * (3 - len(given))
-        lib.minivllm_pack(*pointers, self.n_out, self.n_in, self.bits, self.data.data_ptr())
+    def __init__(self, parts: Sequence[Blocks], bias: Tensor | None = None):
+        (self.bits,) = {FORMS[part.kind][0] for part in parts}
+        (self.n_in,) = {part.n_in for part in parts}
+        self.n_out = sum(len(part.rows) for part in parts)
+        for kind, rows in parts:
+            assert rows.dtype is torch.uint8 and rows.dim() == 2 and rows.device.type == "cpu", (rows.dtype, rows.shape)
+            assert rows.is_contiguous() and rows.shape[1] % SIZES[kind][1] == 0, (kind, rows.shape)
+        lib, self._parallel = _library(), build.torch_parallel()
+        self.data = torch.empty(lib.minivllm_packed_bytes(self.n_out, self.n_in, self.bits), dtype=torch.uint8)
+        if self.n_out % OUTPUTS:
+            self.data[lib.minivllm_packed_bytes(self.n_out // OUTPUTS * OUTPUTS, self.n_in, self.bits) :] = 0
+        to, threads, first, self.is_finite = self.data.data_ptr(), torch.get_num_threads(), 0, True
+        for kind, rows in parts:
+            where = rows.data_ptr(), first, len(rows), self.n_in, *FORMS[kind], to
+            self.is_finite &= lib.minivllm_pack(*where, self._parallel, threads)
+            first += len(rows)
         self.bias = None if bias is None else bias.float().contiguous()
         bias_at = None if bias is None else self.bias.data_ptr()
         self._matrix = _Matrix(self.data.data_ptr(), bias_at, self.n_out, self.n_in, self.bits)
         self.address = ctypes.addressof(self._matrix)
-        self._linear, self._parallel, self._best = lib.minivllm_linear, build.torch_parallel(), lib.minivllm_best_path()
+        self._linear, self._best = lib.minivllm_linear, lib.minivllm_best_path()
 
     def dense(self) -> Tensor:
         """bf16 [n_out, n_in], each weight rounded once."""

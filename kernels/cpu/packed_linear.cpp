@@ -464,6 +464,58 @@ void unpack(void* data) {
     u.bits == 4 ? unpack_block<4>(u, b) : unpack_block<8>(u, b);
 }
 
+// -8 h in fp16, which is exact but where it is infinite. Of a subnormal h, the product may be an ordinary number.
+inline uint16_t times_minus_8(uint16_t h) {
+  const uint16_t sign = ~h & 0x8000, size = h & 0x7fff;
+  if (size >= 0x0400) return sign | (size >= 0x7c00 ? size : std::min(size + 3 * 0x0400, 0x7c00));
+  uint32_t mantissa = size << 3, exponent = 0;
+  for (; mantissa >= 0x0800; mantissa >>= 1) exponent += 0x0400;  // its leading bit is the exponent's first step
+  return sign | (exponent + mantissa);
+}
+
+struct Packing {
+  const uint8_t* rows;
+  uint8_t* to;
+  int64_t first, count, groups, bits, halves;
+  std::atomic<int64_t> next;
+  std::atomic<bool> finite{true};
+};
+
+// Of a block of the matrix, the outputs that `rows` has.
+template <int bits>
+bool pack_block(const Packing& p, int64_t b) {
+  constexpr int64_t code_bytes = K * bits / 8;
+  const int64_t begin = std::max(p.first, b * N), end = std::min(p.first + p.count, b * N + N);
+  bool finite = true;
+  for (int64_t g = 0; g < p.groups; g++) {
+    uint8_t* block = p.to + (b * p.groups + g) * block_bytes(bits);
+    for (int64_t row = begin; row < end; row++) {
+      const int64_t n = row - b * N;
+      const uint8_t* from = p.rows + ((row - p.first) * p.groups + g) * (2 * p.halves + code_bytes);
+      const uint8_t* code = from + 2 * p.halves;
+      for (int64_t i = 0; i < code_bytes; i += 4) std::memcpy(block + i / 4 * 64 + 4 * n, code + i, 4);
+      if constexpr (bits == 8)  // signed + 128
+        for (int64_t k = 0; k < K; k++) block[k / 4 * 64 + 4 * n + k % 4] ^= 0x80;
+      uint16_t scale, minimum;
+      std::memcpy(&scale, from, 2);
+      std::memcpy(block + codes_bytes(bits) + 2 * n, &scale, 2);
+      if constexpr (bits == 4) {
+        if (p.halves == 1) minimum = times_minus_8(scale);
+        else std::memcpy(&minimum, from + 2, 2);
+        std::memcpy(block + codes_bytes(bits) + 2 * (N + n), &minimum, 2);
+        finite &= (minimum & 0x7c00) != 0x7c00;
+      }
+    }
+  }
+  return finite;
+}
+
+void pack(void* data) {
+  Packing& p = *static_cast<Packing*>(data);
+  for (int64_t b; (b = p.next.fetch_add(1, std::memory_order_relaxed)) * N < p.first + p.count;)
+    if (!(p.bits == 4 ? pack_block<4>(p, b) : pack_block<8>(p, b))) p.finite.store(false, std::memory_order_relaxed);
+}
+
 void prepare(void* data) {
   Call& call = *static_cast<Call*>(data);
   call.each(call.in.tokens * call.in.groups, [&](int64_t i) { prepare_group(call, i); });
@@ -510,22 +562,16 @@ int64_t minivllm_packed_bytes(int64_t outputs, int64_t inputs, int64_t bits) {
   return (outputs + N - 1) / N * (inputs / K) * block_bytes(bits);
 }
 
-// 4 bits: codes [outputs][inputs / 2], a byte holding inputs i and i + 16 of its group; scales and minima
-// [outputs][inputs / 32] fp16. 8 bits: codes [outputs][inputs] signed; minima null. `to` is zeroed.
-void minivllm_pack(const uint8_t* codes, const uint8_t* scales, const uint8_t* minima, int64_t outputs, int64_t inputs,
-                   int64_t bits, uint8_t* to) {
-  const int64_t groups = inputs / K, row_bytes = K * bits / 8;
-  for (int64_t row = 0; row < outputs; row++)
-    for (int64_t g = 0; g < groups; g++) {
-      const int64_t n = row % N, at = row * groups + g;
-      uint8_t* block = to + (row / N * groups + g) * block_bytes(bits);
-      const uint8_t* code = codes + at * row_bytes;
-      for (int64_t i = 0; i < row_bytes; i += 4) std::memcpy(block + i / 4 * 64 + 4 * n, code + i, 4);
-      if (bits == 8)  // signed + 128
-        for (int64_t k = 0; k < K; k++) block[k / 4 * 64 + 4 * n + k % 4] ^= 0x80;
-      std::memcpy(block + codes_bytes(bits) + 2 * n, scales + 2 * at, 2);
-      if (minima) std::memcpy(block + codes_bytes(bits) + 2 * (N + n), minima + 2 * at, 2);
-    }
+// Puts outputs into their places in `to`, from `first` on. rows: `count` rows of a GGUF file's blocks of 32 inputs, each
+// `halves` fp16 numbers, then codes. 8 bits: a scale, 32 signed codes. 4 bits: a scale and a minimum, or a scale of which
+// -8 times is the minimum; 16 bytes that hold inputs i and i + 16. Nothing is written where a block has no output.
+// Returns whether all minima are finite.
+bool minivllm_pack(const uint8_t* rows, int64_t first, int64_t count, int64_t inputs, int64_t bits, int64_t halves, uint8_t* to,
+                   minivllm_parallel parallel, int64_t num_threads) {
+  Packing p{rows, to, first, count, inputs / K, bits, halves, {first / N}};
+  if (parallel == nullptr || num_threads == 1) pack(&p);
+  else parallel(pack, &p, num_threads, 0);
+  return p.finite;
 }
 
 int64_t minivllm_best_path() {

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from minivllm.kernels.cpu.blocks import Blocks
+from minivllm.kernels.cpu.linear import FORMS, GROUP
 
-GROUP = 32
 BITS = (4, 8)
-STORED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # of the kinds of blocks that have this form
+STORED_BITS = {kind: bits for kind, (bits, _) in FORMS.items()}  # of the kinds of blocks that have this form
 
 
 class Packed(NamedTuple):
@@ -89,8 +89,8 @@ def from_blocks(parts: Iterable[Blocks]) -> Packed:
 
 
 def _split(blocks: Blocks) -> Packed:
-    num_halves = 2 if blocks.kind == "Q4_1" else 1
-    groups = blocks.rows.unflatten(1, (-1, 2 * num_halves + GROUP * STORED_BITS[blocks.kind] // 8))
+    bits, num_halves = FORMS[blocks.kind]
+    groups = blocks.rows.unflatten(1, (-1, 2 * num_halves + GROUP * bits // 8))
     halves = groups[..., : 2 * num_halves].contiguous().view(torch.float16)  # [n_out, groups, halves]
     codes = groups[..., 2 * num_halves :].flatten(1)
     if blocks.kind == "Q8_0":

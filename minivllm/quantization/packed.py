@@ -28,7 +28,7 @@ from minivllm.kernels.cpu.linear import PackedMatrix
 from minivllm.layers.linear import QuantMethod, Unquantized
 from minivllm.layers.stored import TensorSpec
 from minivllm.quantization.base import Scheme
-from minivllm.quantization.formats import STORED_BITS, Packed, dequantise, from_blocks, quantise, to_blocks
+from minivllm.quantization.formats import STORED_BITS, dequantise, from_blocks, quantise, to_blocks
 
 NEVER = 1 << 62
 TYPICAL = 16  # what quiet machines gave (bench/LOG.md); until a limit has been measured
@@ -60,17 +60,13 @@ def _in_vnni_form(kinds: Iterable[str], dtype: torch.dtype) -> bool:
 
 
 def _matrix_on_cpu(parts: Sequence[Blocks], n_in: int, bias: Tensor | None, dtype: torch.dtype) -> Any:
-    if _in_vnni_form((blocks.kind for blocks in parts), dtype) and _is_finite(packed := from_blocks(parts)):
-        return PackedMatrix(*packed, bias=bias)
+    if _in_vnni_form((blocks.kind for blocks in parts), dtype) and (packed := PackedMatrix(parts, bias)).is_finite:
+        return packed
     return BlockMatrix(parts, n_in, bias)
 
 
 def _exact_matrix(parts: Sequence[Blocks], n_in: int, bias: Tensor | None, dtype: torch.dtype) -> Any:
-    return PackedMatrix(*from_blocks(parts), bias=bias)
-
-
-def _is_finite(packed: Packed) -> bool:
-    return packed.minima is None or bool(packed.minima.isfinite().all())
+    return PackedMatrix(parts, bias)
 
 
 def _copied_on_cpu(kinds: Iterable[str], dtype: torch.dtype) -> bool:
@@ -81,7 +77,7 @@ def _copied_on_cpu(kinds: Iterable[str], dtype: torch.dtype) -> bool:
 
 def _four_bits(parts: Sequence[Blocks]) -> bool:
     is_known = all(STORED_BITS.get(blocks.kind) == 4 for blocks in parts)
-    return is_known and _is_finite(from_blocks(parts))
+    return is_known and bool(from_blocks(parts).minima.isfinite().all())
 
 
 def _matrix_on_gpu(parts: Sequence[Blocks], n_in: int, bias: Tensor | None, dtype: torch.dtype) -> Any:
@@ -139,8 +135,8 @@ class PackedMethod:
         layer.matrix = self.kernel.make(parts, n_in, layer.bias, dtype)
         layer.weight = None
         if self.dense is not None:
-            rows = [block_kernels.dequantise(blocks, torch.bfloat16) for blocks in parts]
-            layer.weight = nn.Parameter(torch.cat(rows), requires_grad=False)
+            weight = block_kernels.dequantise_stacked(parts, torch.bfloat16)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
             self.dense.finish(layer)
 
 

@@ -253,7 +253,11 @@ def test_a_grammar_is_kept_as_long_as_its_request_lives_however_many_others_come
 
 
 def test_an_engine_leaves_no_child_behind():
+    def children_that_try():
+        return {p for p in psutil.Process().children() if "minivllm.structured.trial" in p.cmdline()}
+
     async def main():
+        before = children_that_try()
         llm = AsyncLLM(
             overrides={"model.path": "dummy:tiny", "kv.num_blocks": 100, "executor.num_threads": 1}
             | {"structured.backend": "dfa"}
@@ -262,8 +266,7 @@ def test_an_engine_leaves_no_child_behind():
             params = SamplingParams(max_tokens=3, structured=StructuredParams(regex="yes|no"))
             async for out in llm.generate("x", params, "r"):
                 text = out.outputs[0].text
-            mine = [p for p in psutil.Process().children() if "minivllm.structured.trial" in p.cmdline()]
-            return text, mine
+            return text, children_that_try() - before
         finally:
             await llm.shutdown()
 

@@ -64,6 +64,16 @@ def test_taking_blocks_apart_loses_nothing(kind):
     assert np.array_equal(dequantise(packed).numpy(), gguf.quants.dequantize(raw, kind))
 
 
+def test_a_matrix_of_two_kinds_with_equal_bits_is_taken_apart_as_one():
+    rng = np.random.default_rng(0)
+    parts = [
+        (kind, random_blocks(kind, rows, 128, rng)) for kind, rows in ((Type.Q4_0, 5), (Type.Q4_1, 16), (Type.Q4_0, 1))
+    ]
+    packed = from_blocks([Blocks(kind.name, torch.from_numpy(rows)) for kind, rows in parts])
+    expected = np.concatenate([gguf.quants.dequantize(rows, kind) for kind, rows in parts])
+    assert np.array_equal(dequantise(packed).numpy(), expected)
+
+
 @needs_kernels
 def test_a_matrix_whose_minima_fp16_cannot_hold_is_multiplied_as_it_is_stored(tmp_path):
     """Q4_0's minimum is -8 scales: the form with minima, which a GPU's kernel reads, does not hold it."""

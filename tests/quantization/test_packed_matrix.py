@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 from minivllm.kernels.cpu import linear
+from minivllm.kernels.cpu.blocks import SIZES, Blocks
 from minivllm.kernels.cpu.linear import VNNI, PackedMatrix
-from minivllm.quantization.formats import GROUP, dequantise, quantise
+from minivllm.quantization.formats import GROUP, Packed, dequantise, from_blocks, quantise, to_blocks
 
 pytestmark = pytest.mark.skipif(linear.unsupported_reason() is not None, reason=str(linear.unsupported_reason()))
 PATHS = range(1 + (linear.best_path() if linear.unsupported_reason() is None else 0))
@@ -21,7 +23,7 @@ def case(n_out, n_in, tokens, bits, dtype, bias=False):
     packed = quantise(torch.randn(n_out, n_in), bits)
     bias = torch.randn(n_out) if bias else None
     x = torch.randn(tokens, n_in) * torch.logspace(-2, 2, tokens)[:, None] if tokens else torch.empty(0, n_in)
-    return PackedMatrix(*packed, bias=bias), x.to(dtype), dequantise(packed), bias
+    return PackedMatrix([to_blocks(packed)], bias), x.to(dtype), dequantise(packed), bias
 
 
 def bound(x, w, path, bits):
@@ -69,7 +71,7 @@ def test_bf16_results_are_the_fp32_ones_rounded(bits, path):
     matrix, x, _, bias = case(50, 64, 6, bits, torch.bfloat16, bias=True)
     exact = matrix(x, torch.float32, path)
     assert torch.equal(matrix(x, path=path), exact.bfloat16())
-    plain = PackedMatrix(*quantise(torch.zeros(50, 64), bits), bias=bias)
+    plain = PackedMatrix([to_blocks(quantise(torch.zeros(50, 64), bits))], bias)
     assert torch.equal(plain(x, torch.float32, path), bias.expand(6, 50))
 
 
@@ -105,20 +107,57 @@ def test_the_model_of_a_half_is_right_for_every_half(path):
     """All scales that fp16 has, subnormal ones too, by the portable path's own conversion and by the CPU's."""
     scales = torch.arange(-0x7C00 + 1, 0x7C00, dtype=torch.int32).to(torch.int16)
     scales = torch.cat((scales[scales > 0], scales[scales > 0] | -0x8000)).view(torch.float16)[:, None]
-    matrix = PackedMatrix(torch.ones(len(scales), 32, dtype=torch.int8), scales, None)
+    matrix = PackedMatrix([to_blocks(Packed(torch.ones(len(scales), 32, dtype=torch.int8), scales, None))])
     x = torch.zeros(1, 32).bfloat16()
     x[0, 0] = 1
     expected = scales.float().T
     torch.testing.assert_close(matrix(x, torch.float32, path), expected, rtol=2**-20, atol=0)
 
 
+@pytest.mark.parametrize("counts", [(16, 32), (5, 20, 1), (1, 15, 17)], ids=str)
+@pytest.mark.parametrize("kinds", [("Q8_0",), ("Q4_0", "Q4_1")], ids=str)
+def test_parts_one_above_the_other_are_one_matrix(kinds, counts):
+    """Wherever they meet: within the outputs that the layout keeps together, too."""
+    rng, dtype = torch.Generator().manual_seed(0), torch.float16
+    parts = []
+    for kind, count in zip(itertools.cycle(kinds), counts, strict=False):
+        rows = torch.randint(256, (count, 3, SIZES[kind][1]), dtype=torch.uint8, generator=rng)
+        num_halves = 2 if kind == "Q4_1" else 1
+        halves = torch.randn(count, 3, num_halves, generator=rng).to(dtype)
+        rows[..., : 2 * num_halves] = halves.view(torch.uint8).view(count, 3, -1)
+        parts.append(Blocks(kind, rows.flatten(1)))
+    matrix = PackedMatrix(parts)
+    assert matrix.is_finite and (matrix.n_out, matrix.n_in) == (sum(counts), 96)
+    assert torch.equal(matrix.dense(), dequantise(from_blocks(parts)).bfloat16())
+    if len(kinds) == 1:
+        whole = PackedMatrix([Blocks(kinds[0], torch.cat([part.rows for part in parts]))])
+        assert torch.equal(matrix.data, whole.data)
+
+
+def test_every_scale_of_q4_0_has_minus_eight_times_it_as_its_minimum_and_says_where_fp16_does_not_hold_that():
+    scales = torch.arange(-0x8000, 0x8000, dtype=torch.int32).to(torch.int16)  # all that there are, infinite ones too
+    rows = torch.zeros(len(scales), SIZES["Q4_0"][1], dtype=torch.uint8)
+    rows[:, :2] = scales[:, None].view(torch.uint8)
+    minima = (scales.view(torch.float16) * -8).view(torch.int16)
+    found = PackedMatrix([Blocks("Q4_0", rows)]).data.view(len(rows) // 16, -1)[:, -32:].contiguous().view(torch.int16)
+    is_nan = scales.view(torch.float16).isnan()
+    assert torch.equal(found.flatten()[~is_nan], minima[~is_nan])
+    assert found.flatten()[is_nan].contiguous().view(torch.float16).isnan().all()
+    held = scales.view(torch.float16).abs() < 8192
+    assert PackedMatrix([Blocks("Q4_0", rows[held])]).is_finite
+    assert not any(PackedMatrix([Blocks("Q4_0", row[None].contiguous())]).is_finite for row in rows[~held][::97])
+    assert PackedMatrix([Blocks("Q8_0", torch.zeros(3, 34, dtype=torch.uint8))]).is_finite, "they have no minima"
+
+
 def test_what_does_not_fit_is_refused():
-    codes, scales = torch.zeros(4, 64, dtype=torch.int8), torch.zeros(4, 2, dtype=torch.float16)
-    for wrong in ((codes.view(torch.uint8), scales), (codes[:, :32], scales), (codes, scales.float())):
+    rows = torch.zeros(4, 68, dtype=torch.uint8)
+    for wrong in (rows.view(torch.int8), rows[:, :50].contiguous(), rows[:, :34], rows.to("meta")):
         with pytest.raises(AssertionError):
-            PackedMatrix(*wrong, None)
+            PackedMatrix([Blocks("Q8_0", wrong)])
+    with pytest.raises(ValueError, match="too many values"):  # of two widths
+        PackedMatrix([Blocks("Q8_0", rows), Blocks("Q4_1", torch.zeros(4, 40, dtype=torch.uint8))])
     with pytest.raises(AssertionError):
-        PackedMatrix(codes, scales, None)(torch.zeros(2, 32))
+        PackedMatrix([Blocks("Q8_0", rows)])(torch.zeros(2, 32))
 
 
 def test_the_library_is_built_for_this_cpu():

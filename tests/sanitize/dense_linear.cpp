@@ -20,6 +20,7 @@ struct Guarded {
         memory((char*)mmap(nullptr, room + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)),
         data(memory + room - bytes) {
     mprotect(memory + room, PAGE, PROT_NONE);
+    std::memset(memory, 0xff, room);  // NaN, where nothing is written
   }
   ~Guarded() { munmap(memory, room + PAGE); }
   Guarded(const Guarded&) = delete;

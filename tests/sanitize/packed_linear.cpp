@@ -16,8 +16,27 @@ int main(int argc, char** argv) {
     };
     for (int64_t i = 0; i < outputs * groups; i++) half(scales, i, false);
     for (size_t i = 0; i < minima.size() / 2; i++) half(minima, i, true);
+    const bool is_q4_0 = bits == 4 && draw(0, 1);
+    if (is_q4_0)
+      for (int64_t i = 0; i < outputs * groups; i++) {
+        const uint16_t minimum = times_minus_8(scales[2 * i] | scales[2 * i + 1] << 8);
+        std::memcpy(&minima[2 * i], &minimum, 2);
+      }
+    auto stored = [&](int64_t first, int64_t count) {
+      std::vector<uint8_t> rows;
+      for (int64_t at = first * groups; at < (first + count) * groups; at++) {
+        rows.insert(rows.end(), &scales[2 * at], &scales[2 * at] + 2);
+        if (bits == 4 && !is_q4_0) rows.insert(rows.end(), &minima[2 * at], &minima[2 * at] + 2);
+        rows.insert(rows.end(), &codes[at * K * bits / 8], &codes[at * K * bits / 8] + K * bits / 8);
+      }
+      return rows;
+    };
     std::vector<uint8_t> weight(minivllm_packed_bytes(outputs, inputs, bits));
-    minivllm_pack(codes.data(), scales.data(), bits == 4 ? minima.data() : nullptr, outputs, inputs, bits, weight.data());
+    const int64_t above = draw(0, outputs), halves = bits == 4 && !is_q4_0 ? 2 : 1;
+    bool finite = true;
+    for (auto [first, count] : {std::pair(int64_t(0), above), std::pair(above, outputs - above)})
+      finite &= minivllm_pack(stored(first, count).data(), first, count, inputs, bits, halves, weight.data(), parallel, draw(1, 4));
+    if (!finite) return std::printf("case %d: finite minima are said to be none\n", c), 1;
     auto w = [&](int64_t n, int64_t i) {
       const int64_t at = n * groups + i / K, k = i % K;
       const uint8_t* code = &codes[at * K * bits / 8];
