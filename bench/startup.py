@@ -55,7 +55,8 @@ def run(model: str, cache: Path | None) -> dict[str, float]:
     if done.returncode:
         raise SystemExit(done.stderr)
     parts = json.loads(done.stdout.splitlines()[-1])["parts"]
-    return parts | {"total": sum(parts.values())}
+    total = sum(parts.values())
+    return parts | {"beyond torch": total - parts["import torch"], "total": total}
 
 
 def fetched_only(folder: Path) -> Path:
