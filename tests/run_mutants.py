@@ -44,6 +44,7 @@ PARTS = {
     "kv": Part(("minivllm/kv/",), ("tests/kv",)),
     "scheduler": Part(("minivllm/scheduler/",), ("tests/scheduler", "tests/spec_decode/test_scheduler.py")),
     "plan": Part(("minivllm/plan.py",), ("tests/test_plan.py",)),
+    "sampling": Part(("minivllm/sampling/",), ("tests/sampling",)),
 }
 
 # mutmut's words for a change that was noticed: a test failed, or there was no end of it, or the process died of it.
@@ -115,7 +116,7 @@ def settings(part: Part) -> str:
 source_paths = ["minivllm"]
 only_mutate = {json.dumps(code)}
 also_copy = ["kernels", "minivllm/kernels"]
-pytest_add_cli_args = ["-p", "no:cacheprovider", "-n", "0", "--timeout={NO_END}"]
+pytest_add_cli_args = ["-p", "no:cacheprovider", "-n", "0", "-m", "not model", "--timeout={NO_END}"]
 pytest_add_cli_args_test_selection = {json.dumps(part.tests)}
 # Of processor time, three times what the tests took that come to the code: for what does not even end by NO_END.
 timeout_constant = 1.0

@@ -80,7 +80,7 @@ def _noise(seeds: np.ndarray, positions: np.ndarray, device: torch.device) -> tu
 def _rows(device: torch.device) -> tuple[Tensor, np.ndarray, np.ndarray]:
     generator = torch.Generator().manual_seed(0)
     probs = pad_to_blocks(torch.randn(4, 4200, generator=generator) * 3).softmax(-1)
-    return probs.to(device), np.arange(4, dtype=np.uint64) * np.uint64(2**61 + 1), np.arange(4) * 1001
+    return probs.to(device), np.arange(4, dtype=np.uint64) * np.uint64(2**62 + 1), np.arange(4) * 1001
 
 
 def proves_draw(device: torch.device) -> bool:

@@ -62,6 +62,24 @@ def test_penalties_equal_the_dense_formula_over_prompt_and_growing_output(data, 
     assert torch.equal(got[0], logits[0])
 
 
+@pytest.mark.parametrize("num_prompt", [1, 10, 60, 130])
+@pytest.mark.parametrize("num_known", [0, 63, 64, 65, 129])
+def test_penalties_count_any_number_of_different_tokens(num_prompt, num_known):
+    """Outputs of 200 tokens, all different but for the last ten; some are there when the request joins."""
+    vocab_size = 400
+    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.4)
+    order = np.random.default_rng(num_prompt).permutation(vocab_size).tolist()
+    prompt, output = order[:num_prompt], order[-190:] + order[-10:]
+    processor = Penalties(vocab_size, 4)
+    processor.join(2, params, prompt + output[:num_known], num_prompt)
+    for token in output[num_known:]:
+        processor.observe(2, token)
+    logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    expected = dense_penalties(logits[0], prompt, output, 1.3, 0.7, 0.4)
+    got = processor.apply(logits.clone(), np.array([2]))[0]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)  # as above
+
+
 def test_repetition_penalty_equals_transformers():
     from transformers import RepetitionPenaltyLogitsProcessor
 

@@ -213,3 +213,58 @@ def test_rows_are_taken_once_and_given_back():
 def test_no_rows_no_tokens():
     out = Sampler(V, 2)(torch.empty(0, V), np.empty(0, np.int64), np.empty(0, np.int64))
     assert len(out.tokens) == 0 and out.logprobs == []
+
+
+def test_chosen_tokens_are_reported_of_the_rows_that_ask_whatever_their_number():
+    asked = [
+        SamplingParams(temperature=0, logprob_token_ids=[7]),
+        SamplingParams(temperature=0),
+        SamplingParams(seed=3, logprob_token_ids=[3, 250, 9], logit_bias={250: 50.0}),
+        SamplingParams(seed=4, logprobs=2),
+    ]
+    sampler = Sampler(V, 8)
+    for row, params in enumerate(asked):
+        sampler.join(row + 2, Join("", PROMPT, 3, params))
+    logits = torch.stack([model([i]) for i in range(4)])
+    expected = logits.log_softmax(-1)
+    out = sampler(logits.clone(), np.arange(2, 6), np.full(4, 3))
+    taken = out.tokens.tolist()
+    wanted = [[taken[0], 7], None, [taken[2], 3, 250, 9], [taken[3], *logits[3].topk(2).indices.tolist()]]
+    assert taken[0] == logits[0].argmax() and taken[2] == 250
+    for row, ids in enumerate(wanted):
+        entries = out.logprobs[row]
+        assert (entries and [token for token, _, _ in entries]) == ids
+        for token, logprob, rank in entries or ():
+            assert logprob == pytest.approx(expected[row, token].item(), abs=4e-6)
+            assert rank == (logits[row] >= logits[row, token]).sum()
+    sampler.leave(2)
+    sampler.check()
+    sampler.join(2, Join("", PROMPT, 3, SamplingParams(temperature=0, logprobs=0)))
+    assert len(sampler(logits[:1].clone(), np.array([2]), np.array([3])).logprobs[0]) == 1
+
+
+def test_a_guess_is_the_draw_alone():
+    """What a drafter asks: the request's own noise and filters, and nothing that changes logits."""
+    sampler = Sampler(V, 4)
+    plain = SamplingParams(seed=5, temperature=0.8, top_k=30)
+    biased = plain.replace(logit_bias={9: 100.0}, logprobs=3)
+    for row, params in enumerate([plain, biased, SamplingParams(temperature=0)]):
+        sampler.join(row, Join("", PROMPT, 3, params))
+    logits, rows, positions = torch.stack([model([0])] * 3), np.arange(3), np.array([7, 7, 7])
+    drawn = sampler(logits.clone(), rows, positions).tokens.tolist()
+    guessed = sampler.choose(logits.clone(), rows, positions)
+    assert guessed.dtype == np.int64 and guessed.tolist() == [drawn[0], drawn[0], drawn[2]] and drawn[1] == 9
+
+    def third(probs, seeds, where, which):
+        assert (seeds.tolist(), where.tolist(), which.tolist()) == ([5, 5], [7, 7], [0, 1])
+        return torch.tensor([3, 3]), torch.tensor([True, True])
+
+    assert sampler.choose(logits, rows, positions, third).tolist() == [3, 3, drawn[2]]
+
+
+def test_a_row_knows_how_many_requests_have_had_it():
+    sampler = Sampler(V, 2)
+    for before in range(3):
+        assert sampler.generation.tolist() == [0, before]
+        sampler.join(1, Join("", PROMPT, 3, SamplingParams(temperature=0)))
+        sampler.leave(1)

@@ -10,6 +10,7 @@ from sampling.test_sampler import PROMPT, VARIED, V, model
 from minivllm.plan import Join
 from minivllm.request import SamplingParams
 from minivllm.sampling import reference
+from minivllm.sampling.pick import Draws
 from minivllm.sampling.rejection import COIN, Rejection
 from minivllm.sampling.sampler import Sampler
 from minivllm.sampling.uniform import uniform
@@ -128,6 +129,37 @@ def test_a_processor_observes_final_tokens_alone_each_before_the_next_position()
     got = Verifier(sampler)(logits, np.zeros(4, np.int64), np.arange(3, 7), np.array([9, 8, 1, -1]))
     assert got.tokens.tolist() == [9, 8, 7] and got.kept.tolist() == [0, 1, 2]
     assert sampler.processors[0].seen == ["apply", 9, "apply", 8, "apply", 7]
+
+
+def test_a_step_without_drafts_is_a_sampler_s_and_is_observed():
+    sampler = Sampler(V, 3, processors=(Watcher,))
+    for row in (0, 2):
+        sampler.join(row, Join("", PROMPT, 3, SamplingParams(temperature=0, seed=77 if row else None)))
+    logits = torch.zeros(2, V)
+    logits[[0, 1], [9, 8]] = 5.0
+    got = Verifier(sampler)(logits, np.array([2, 0]), np.array([3, 3]), np.array([-1, -1]))
+    assert got.tokens.tolist() == [9, 8] and got.kept.tolist() == [0, 1]
+    assert sampler.processors[0].seen == ["apply", 9], "of the row that asks for it"
+
+
+def test_rejection_draws_by_the_draws_that_it_is_given_and_looks_at_drafts_where_there_are_some():
+    probs, seeds, positions = torch.rand(3, 64), np.arange(3, dtype=np.uint64), np.arange(3)
+    calls = []
+
+    def noted(name):
+        return lambda *args: calls.append((name, args)) or name
+
+    def known(row, place):
+        return torch.full((V,), float(10 * row + place))
+
+    given = Draws(noted("filter"), noted("draw"), noted("reject"), 32)
+    pick = Rejection(known, given)(np.array([-1, 4, -1, 7]), np.array([5, 5, 6, 8]), np.array([0, 1, 0, 2]))
+    assert pick(probs, seeds, positions, np.array([0, 2, 2])) == "draw"
+    assert pick(probs, seeds, positions, np.array([1, 2, 3])) == "reject"
+    (_, drawn), (_, rejected) = calls
+    assert all(x is y for x, y in zip(drawn, (probs, seeds, positions), strict=True))
+    assert rejected[0] is probs and rejected[1].tolist() == [4, -1, 7] and rejected[3:] == (seeds, positions)
+    assert [q if q is None else q[0].item() for q in rejected[2]] == [51, None, 82]
 
 
 @pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.3}])

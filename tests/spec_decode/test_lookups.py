@@ -124,3 +124,91 @@ def test_earlier_outputs_are_of_one_salt_and_bounded_in_all():
     for number in range(2 * MAX_SALTS):
         earlier.of(f"made up {number}").add([1])
     assert len(earlier.by_salt) == MAX_SALTS
+
+
+def occurrences(outputs: list[list[int]], of: list[int]) -> int:
+    return sum(text[i : i + len(of)] == of for text in outputs for i in range(len(text) - len(of) + 1))
+
+
+def test_each_string_is_counted_as_often_as_it_occurs():
+    """Exactly, in outputs that have no more endings than a token counts."""
+    rng = random.Random(3)
+    for _ in range(60):
+        outputs = [[rng.randrange(2) for _ in range(rng.randrange(1, 12))] for _ in range(rng.randrange(1, 5))]
+        automaton = SuffixAutomaton()
+        for output in outputs:
+            automaton.start_over()
+            for token in output:
+                automaton.extend(token)
+        for output in outputs:
+            for start in range(len(output)):
+                state = 0
+                for end in range(start, len(output)):
+                    state = automaton.next[state][output[end]]
+                    assert automaton.count[state] == occurrences(outputs, output[start : end + 1])
+
+
+def test_a_guess_scores_what_is_expected_to_be_right_and_ends_where_that_is_too_little():
+    text = [1, 2, 3, 4, 6, 1, 2, 3, 5, 7, 1, 2, 3, 4, 8, 1, 2]
+    automaton = SuffixAutomaton()
+    for token in text:
+        automaton.extend(token)
+    tokens, score = automaton.follow(automaton.link[automaton.last], 3)
+    assert tokens == [3, 4, 6] and score == pytest.approx(1 + 2 / 3 + 1 / 3), "6 and 8 are as likely: the lower one"
+    for num, expected in ((5, [20]), (6, [])):  # shares of a fifth, and of a sixth
+        each = SuffixAutomaton()
+        for token in [t for i in range(num) for t in (9, 20 + i)]:
+            each.extend(token)
+        each.start_over()
+        each.extend(9)
+        assert each.follow(each.last, 1)[0] == expected
+
+
+def test_the_better_guess_is_taken_and_of_equals_the_requests_own():
+    earlier = EarlierOutputs(100)
+    earlier.add([1, 2, 3, 4, 50, 51, 52])
+    assert SuffixLookup([3, 60, 61, 62, 1, 2, 3], 7, earlier).draft(3).tokens == [4, 50, 51], "longer"
+    assert SuffixLookup([3, 60, 61, 62, 1, 2, 3], 7, EarlierOutputs(100)).draft(3).tokens == [60, 61]
+    assert SuffixLookup([2, 3, 60, 61, 62, 2, 3], 7, earlier).draft(3).tokens == [60, 61, 62]
+    earlier.add([70, 71, 3, 4, 8])
+    assert SuffixLookup([3, 60, 3], 3, earlier).draft(1).tokens == [60]
+
+
+def test_an_output_is_remembered_whole_however_it_came():
+    earlier = EarlierOutputs(100)
+    request = SuffixLookup([0, 5, 6], 1, earlier)
+    request.extend([7])
+    request.extend([8, 9])
+    request.close()
+    assert [*earlier.outputs] == [[5, 6, 7, 8, 9]]
+
+
+def test_a_request_finds_its_place_after_each_time_that_outputs_are_forgotten():
+    earlier = EarlierOutputs(20)
+    request = SuffixLookup([0], 1, earlier)
+    request.extend([31, 32])
+    for time in range(1, 6):
+        earlier.shrink(0)
+        assert earlier.generation == time
+        earlier.add([0] * time + [31, 32, 33 + time, 34])
+        assert request.draft(2).tokens == [33 + time, 34]
+
+
+def test_of_outputs_that_are_too_many_the_newer_half_stays():
+    earlier = EarlierOutputs(12)
+    for start in (10, 20, 30):
+        earlier.add([start, start + 1, start + 2, start + 3])
+    assert len(earlier.outputs) == 3 and earlier.generation == 0, "as many as there may be"
+    earlier.add([40, 41])
+    assert [*earlier.outputs] == [[30, 31, 32, 33], [40, 41]] and earlier.generation == 1
+    earlier.add([50] * 9)
+    assert [*earlier.outputs] == [[50] * 9], "a long one stays by itself"
+
+
+def test_the_salt_that_was_not_used_for_longest_is_forgotten():
+    earlier = EarlierBySalt(1000)
+    for number in range(MAX_SALTS):
+        earlier.of(str(number))
+    earlier.of("0")
+    earlier.of("new")
+    assert "1" not in earlier.by_salt and {"0", "2", "new"} <= earlier.by_salt.keys()

@@ -1,5 +1,8 @@
 """Medusa heads: both published layouts, against the published formula in plain torch."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -7,7 +10,7 @@ from torch import nn
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ModelError
-from minivllm.spec_decode.medusa import load_heads
+from minivllm.spec_decode.medusa import MedusaProposer, load_heads, random_heads
 
 HIDDEN, VOCAB = 64, 512
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 60, "executor.num_threads": 1}
@@ -111,3 +114,57 @@ def test_random_heads_change_no_token(temperature):
         with LLM(overrides={**SMALL, "spec_decode.method": method, "spec_decode.model": "dummy:medusa"}) as llm:
             got.append([list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)])
     assert got[0] == got[1]
+
+
+def test_a_file_without_heads_is_refused_and_heads_take_the_models_type(tmp_path):
+    save_file({}, tmp_path / "m.safetensors")
+    with pytest.raises(ModelError, match="^no Medusa head found$"):
+        load_heads(tmp_path, HIDDEN, VOCAB, *CPU)
+    save_file({name: t.detach() for name, t in reference().state_dict().items()}, tmp_path / "m.safetensors")
+    loaded = load_heads(tmp_path, HIDDEN, VOCAB, torch.bfloat16, CPU[1])
+    assert loaded[2](torch.ones(1, HIDDEN, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_random_heads_are_a_seeds_own_and_of_a_size_that_keeps_their_inputs_scale():
+    first, again, other = (random_heads(2, HIDDEN, VOCAB, *CPU, seed) for seed in (1, 1, 2))
+    x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(first[1](x), again[1](x)) and not torch.equal(first[1](x), other[1](x))
+    assert not torch.equal(first[0](x), first[1](x))
+    # The inner layer adds SiLU of N(0, 1), whose mean square is 0.36, to N(0, 1); the outer one keeps the variance.
+    assert first[0](x).std().item() == pytest.approx(1.36**0.5, abs=0.2)
+
+
+class Throttle:
+    """Notes what it is told, and cuts as it is told."""
+
+    def __init__(self, counts):
+        self.counts, self.told = counts, []
+
+    def reset(self, row):
+        self.told.append(("reset", row))
+
+    def learn(self, *args):
+        self.told.append(("learn", *args))
+
+    def cut(self, *args):
+        self.told.append(("cut", *args))
+        return self.counts
+
+
+def test_what_heads_propose_is_cut_by_the_throttle_which_learns_what_was_accepted():
+    """Three requests of 3, 1 and 2 tokens: the first had two drafts of which one was right, the second says nothing yet
+    (its prompt goes on), the third had none."""
+    throttle = Throttle([1, 3])
+    heads = [lambda states, i=i: torch.nn.functional.one_hot(states[:, 0].long() + i, 100) for i in range(4)]
+    config = SimpleNamespace(spec_decode=SimpleNamespace(k=3))
+    proposer = MedusaProposer(SimpleNamespace(config=config, throttle=throttle), heads)
+    proposer.join(7, None)
+    plan = SimpleNamespace(drafts={"a": [1, 2]})
+    batch = SimpleNamespace(req_ids=["a", "b", "c"], rows=np.array([7, 5, 9]), query_start=np.array([0, 3, 4, 6]))
+    hidden = torch.arange(10.0, 16.0)[:, None]  # by its row: 10, 11, ...
+    assert proposer.propose(plan, batch, {"a": [1, 8], "c": [4]}, hidden) == {"a": [11], "c": [15, 16, 17]}
+    assert throttle.told == [("reset", 7), ("learn", 7, 0, 2, 1), ("cut", [7, 9], [0, 0], [3, 3], 2)]
+    for counts, expected in (([0, 2], {"c": [15, 16]}), ([0, 0], {})):
+        throttle.counts = counts
+        assert proposer.propose(plan, batch, {"a": [1, 8], "c": [4]}, hidden) == expected
+    assert proposer.propose(plan, batch, {}, hidden) == {}
