@@ -92,7 +92,8 @@ orders: setup  ## the gate's tests in any order, on any core (SEEDS="1 2 3", ARG
 			-p randomly --randomly-seed=$$seed --randomly-dont-reset-seed $(ARGS); \
 	done
 
-# A test that no change to the code makes fail is none (tests/run_mutants.py). A part takes up to a quarter of an hour on two cores.
+# A test that no change to the code makes fail is none (tests/run_mutants.py). A part takes up to a quarter of an hour on
+# two cores.
 PART ?=
 mutants: setup  ## do the tests notice changes to the code? (PART="kv", ARGS=--show, ARGS=--record)
 	$(QUIETLY) $(PY) tests/run_mutants.py $(PART) $(ARGS)

@@ -16,10 +16,9 @@ import torch
 import minivllm.kernels.triton as package
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.sampling import draws, rejection
-from minivllm.sampling.draw import apply_filters, draw, find_cuts_by_sort, pad_to_blocks
+from minivllm.sampling.draw import BLOCK, apply_filters, draw, find_cuts_by_sort, pad_to_blocks
 
 CPU = torch.device("cpu")
-BLOCK = 64
 
 
 def check(probs, *columns):
