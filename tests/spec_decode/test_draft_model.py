@@ -9,6 +9,8 @@ import torch
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
 from minivllm.loading import load_model
+from minivllm.loading.dummy import SHAPES
+from minivllm.plan import Join
 from minivllm.spec_decode.draft_model import first_layers
 
 SMALL = {
@@ -104,13 +106,34 @@ def test_the_first_layers_leave_the_model_as_it_is():
     "overrides, message",
     [
         ({"spec_decode.model": None}, "needs spec_decode.model"),
-        ({"spec_decode.model": "dummy:smollm2-135m"}, "must have the same vocabulary"),
+        (
+            {"spec_decode.model": "dummy:smollm2-135m"},
+            "^spec_decode.model=dummy:smollm2-135m has 49152 tokens, the model 512: a draft model must have the same",
+        ),
         ({"spec_decode.method": "self_draft", "spec_decode.layers": 4}, "must be fewer than the model's 4"),
     ],
 )
 def test_a_model_that_cannot_draft_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         LLM(overrides={**SMALL, **overrides})
+
+
+@pytest.mark.parametrize("max_tokens, last", [(5, 11), (57, 63), (58, 63), (None, 63)])
+def test_no_draft_is_made_behind_the_last_token_that_can_be_output(max_tokens, last):
+    """Of a prompt of 7 tokens, where 64 may be in all."""
+    with LLM(overrides={**SMALL, "model.max_model_len": 64}) as llm:
+        proposer = llm._core.executor.worker.runner.head.proposer
+        proposer.join(3, Join("x", list(range(7)), 7, SamplingParams(max_tokens=max_tokens)))
+        assert proposer.last[3] == last
+
+
+def test_a_draft_model_for_shorter_texts_is_refused(monkeypatch):
+    monkeypatch.setitem(SHAPES, "short", SHAPES["tiny"] | {"max_position_embeddings": 64})
+    how = {**SMALL, "spec_decode.model": "dummy:short"}
+    with LLM(overrides={**how, "model.max_model_len": 64}) as llm:
+        assert llm.info["num_blocks"] == 60
+    with pytest.raises(ConfigError, match="=dummy:short was made for 64 tokens, fewer than model.max_model_len=65"):
+        LLM(overrides={**how, "model.max_model_len": 65})
 
 
 def test_a_block_takes_both_models_bytes():

@@ -1,6 +1,8 @@
 """EAGLE in the engine against EAGLE in plain torch: the published layout, whole prefixes, no cache."""
 
 import json
+from collections import defaultdict
+from dataclasses import fields
 
 import pytest
 import torch
@@ -8,9 +10,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from minivllm import LLM, SamplingParams
-from minivllm.errors import ModelError
+from minivllm.errors import ConfigError, ModelError
 from minivllm.loading import load_model
-from minivllm.spec_decode.eagle import load_eagle
+from minivllm.models import ModelSpec, RopeSpec
+from minivllm.spec_decode.eagle import load_eagle, random_eagle
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,6 +52,7 @@ SMALL = {
     "spec_decode.adaptive": False,
     "spec_decode.k": 3,
 }
+ADAPTIVE = {"spec_decode.adaptive": True, "debug.check": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [(7 * i + n) % 200 for i in range(4 * n + 1)]} for n in range(1, 6)]
 
@@ -105,22 +109,30 @@ def test_the_engine_drafts_what_the_reference_drafts(overrides, folder, weights)
         runner = llm._core.executor.worker.runner
         proposer, propose = runner.head.proposer, runner.head.proposer.propose
         states: dict[str, dict[int, torch.Tensor]] = {}
+        choose, drawn_at = proposer._choose, defaultdict(list)  # {row: the positions of what was drawn}
         num_compared = 0
+
+        def choosing(logits, rows, positions):
+            for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+                drawn_at[row].append(position)
+            return choose(logits, rows, positions)
 
         def checking(plan, batch, tokens, hidden):
             nonlocal num_compared
             for i, req_id in enumerate(batch.req_ids):
                 for at in range(batch.query_start[i], batch.query_start[i + 1]):
                     states.setdefault(req_id, {})[int(batch.positions[at])] = hidden[at].clone()
+            drawn_at.clear()
             drafts = propose(plan, batch, tokens, hidden)
             for req_id, found in drafts.items():
-                text = proposer.text[runner.rows.of[req_id]]
+                text = proposer.text[row := runner.rows.of[req_id]]
+                assert drawn_at[row] == [len(text) + i for i in range(len(found))]
                 seen = torch.stack([states[req_id][i] for i in range(len(text) - 1)])
                 assert found == reference(weights, text, seen, runner.model.logits, len(found))
                 num_compared += len(found)
             return drafts
 
-        proposer.propose = checking
+        proposer.propose, proposer._choose = checking, choosing
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert num_compared > 100
 
@@ -143,6 +155,49 @@ def test_a_head_that_does_not_fit_is_refused(weights, tmp_path):
     with pytest.raises(ModelError, match="1 tensors are missing"):
         del (some := dict(weights))["fc.weight"]
         LLM(overrides={**SMALL, "spec_decode.model": str(write(tmp_path, some))})
+    quantised = str(write(tmp_path, weights, quantization_config={"quant_method": "fp8"}))
+    with pytest.raises(ModelError, match=f"^{quantised}: an EAGLE head that is quantised is not supported"):
+        LLM(overrides={**SMALL, "spec_decode.model": quantised})
+    with pytest.raises(ModelError, match=f"^{write(tmp_path, weights, hidden_size='64')}/config.json: "):
+        LLM(overrides={**SMALL, "spec_decode.model": str(tmp_path)})
+    with pytest.raises(ConfigError, match="^spec_decode.method=eagle needs spec_decode.model: a folder with an EAGLE"):
+        LLM(overrides={**SMALL, "spec_decode.model": None})
+
+
+def test_a_head_is_found_below_home_and_may_call_itself_otherwise(weights, tmp_path, monkeypatch):
+    write(tmp_path, weights, architectures=["LlamaForCausalLMEagle"])
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    with LLM(overrides={**SMALL, "spec_decode.model": f"~/{tmp_path.name}"}) as llm:
+        head = llm._core.executor.worker.runner.head.proposer.model
+        x = torch.randn(3, 128)
+        torch.testing.assert_close(head.fc(x), F.linear(x, weights["fc.weight"], weights["fc.bias"]))
+        assert not head.training
+
+
+@pytest.mark.parametrize("method, model", [("eagle", "dummy:eagle"), ("draft", "dummy:tiny")])
+def test_a_throttle_knows_what_a_pass_of_the_proposer_takes(method, model):
+    with LLM(overrides={**SMALL, "spec_decode.method": method, "spec_decode.model": model}) as llm:
+        assert llm._core.executor.worker.runner.head.proposer.throttle.seconds_per_pass == 0
+    with LLM(overrides={**SMALL, "spec_decode.method": method, "spec_decode.model": model} | ADAPTIVE) as llm:
+        assert llm._core.executor.worker.runner.head.proposer.throttle.seconds_per_pass > 0
+
+
+def test_a_random_head_is_a_seeds_own_and_of_the_targets_sizes():
+    """Of its kind, too, where the target is of the Llama family."""
+    spec = load_model("dummy:tiny", torch.float32, torch.device("cpu")).spec
+    first, same, other = (random_eagle(spec, torch.float32, torch.device("cpu"), seed) for seed in (1, 1, 2))
+    x = torch.randn(3, 128)
+    assert torch.equal(first.fc(x), same.fc(x)) and not torch.equal(first.fc(x), other.fc(x))
+    assert first.spec.num_layers == len(first.layers) == len(first.attention_layers) == 1
+    assert (first.spec.rope, first.spec.rms_eps) == (spec.rope, spec.rms_eps) and not first.training
+    assert first.fc.bias is not None
+    gemma = load_model("dummy:tiny-gemma3", torch.float32, torch.device("cpu")).spec
+    common = {field.name: getattr(gemma, field.name) for field in fields(ModelSpec)}
+    beside = random_eagle(ModelSpec(**common), torch.float32, torch.device("cpu"), 1).spec
+    assert beside.windows == gemma.windows[:1] and beside.num_layers == 1
+    assert (beside.hidden_size, beside.vocab_size) == (gemma.hidden_size, gemma.vocab_size)
+    assert (beside.rope, beside.rms_eps) == (RopeSpec(), 1e-6)
+    assert not (beside.qkv_bias or beside.o_bias or beside.mlp_bias or beside.qk_norm)
 
 
 def test_beside_a_target_of_another_family_a_head_takes_the_embeddings_that_the_target_computes_with(weights, tmp_path):

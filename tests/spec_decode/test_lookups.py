@@ -1,10 +1,18 @@
 """Looking continuations up: each index against a search through the text."""
 
 import random
+from collections import defaultdict
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from spec_decode.noting import Throttle
 
-from minivllm.spec_decode.lookup import trust_of
+from minivllm import SamplingParams
+from minivllm.config import EngineConfig
+from minivllm.plan import Join
+from minivllm.spec_decode.lookup import NOTHING, Guess, LookupProposer, trust_of
+from minivllm.spec_decode.make import suffix
 from minivllm.spec_decode.ngram import NGram, naive_draft
 from minivllm.spec_decode.suffix import MAX_SALTS, EarlierBySalt, EarlierOutputs, SuffixAutomaton, SuffixLookup
 from minivllm.spec_decode.throttle import NUM_TRUST
@@ -212,3 +220,106 @@ def test_the_salt_that_was_not_used_for_longest_is_forgotten():
     earlier.of("0")
     earlier.of("new")
     assert "1" not in earlier.by_salt and {"0", "2", "new"} <= earlier.by_salt.keys()
+
+
+class Told:
+    """A Lookup that guesses what it is told to."""
+
+    def __init__(self, guess: Guess):
+        self.guess, self.heard = guess, []
+
+    def extend(self, tokens):
+        self.heard += tokens
+
+    def draft(self, most):
+        return Guess(self.guess.tokens[:most], self.guess.trust)
+
+    def close(self):
+        self.heard = "closed"
+
+
+def test_what_is_looked_up_is_cut_by_the_throttle_which_learns_what_was_accepted():
+    """Four requests: two that guess, one that has nothing to guess, one that says nothing yet (its prompt goes on)."""
+    throttle = Throttle([1, 3])
+    proposer = LookupProposer(lambda join: Told(join), 3, throttle)
+    for row, guess in ((7, Guess([1, 2, 3, 4], 2)), (5, NOTHING), (9, Guess([6, 7, 8, 9], 1)), (4, Guess([5], 0))):
+        proposer.join(row, guess)
+    batch = SimpleNamespace(req_ids=["a", "b", "c", "d"], rows=np.array([7, 5, 9, 4]))
+    said = {"a": [31], "b": [32], "c": [33]}
+    assert throttle.told == [("reset", row) for row in (7, 5, 9, 4)]
+    throttle.told.clear()
+    assert proposer.propose(SimpleNamespace(drafts={}), batch, said, None) == {"a": [1], "c": [6, 7, 8]}
+    assert throttle.told == [("cut", [7, 9], [2, 1], [3, 3], 3)]
+    throttle.told.clear()
+    throttle.counts = [0, 0]
+    drafted = SimpleNamespace(drafts={"a": [1], "c": [6, 7, 8]})
+    assert proposer.propose(drafted, batch, {"a": [1, 34], "c": [6, 35]}, None) == {}
+    assert throttle.told == [("learn", 7, 2, 1, 1), ("learn", 9, 1, 3, 1), ("cut", [7, 9], [2, 1], [3, 3], 2)]
+    assert proposer.lookups[7].heard == [31, 1, 34] and proposer.lookups[5].heard == [32]
+    lookup = proposer.lookups[7]
+    for row in (7, 5, 9, 4):
+        proposer.leave(row)
+    assert lookup.heard == "closed" and not proposer.lookups and not proposer.trust
+
+
+def test_who_shares_a_salt_guesses_by_each_others_outputs_and_by_no_prompt():
+    proposer = suffix(EngineConfig(), None, None, None).make(SimpleNamespace(throttle=Throttle([4])))
+
+    def leaves(tokens: list[int], num_prompt_tokens: int, salt: str) -> None:
+        proposer.join(0, Join("x", tokens, num_prompt_tokens, SamplingParams(), cache_salt=salt))
+        proposer.leave(0)
+
+    def guess(salt: str) -> list[int]:
+        proposer.join(1, Join("y", [0, 12], 2, SamplingParams(), cache_salt=salt))
+        return proposer.lookups[1].draft(2).tokens
+
+    leaves([11, 12, 13, 14, 15], 4, "a")
+    assert guess("a") == [], "the prompt says 12, 13"
+    leaves([11, 12, 13, 14, 15], 1, "a")
+    assert guess("a") == [13, 14] and guess("b") == []
+
+
+def test_a_match_is_all_of_the_evidence():
+    """Down to the first token of the text, and no further."""
+    for num in range(1, 20):
+        text = [*range(num), 99, *range(num)]
+        assert NGram(text, 1, 3).draft(1) == ([99], trust_of(min(num, 16)))
+    assert NGram([5, 1, 2, 9, 6, 1, 2], 1, 2).draft(1) == ([9], 1)
+
+
+def test_the_longest_run_of_all_may_be_the_whole_text_but_one_token():
+    assert NGram([4, 4, 4], 2, 3).draft(2) == ([4, 4], 1)
+    assert NGram([4, 4], 1, 3).draft(1) == ([4], 0)
+    assert naive_draft([4, 4, 4], 2, 3, 2) == [4, 4] and naive_draft([4, 4], 1, 3, 1) == [4]
+
+
+def test_a_salt_that_has_most_forgets_half():
+    earlier = EarlierBySalt(100)
+    for size in (10, 20, 30, 40):
+        earlier.of("big").add([size] * 10)
+    earlier.of("small").add([1] * 60)
+    assert earlier.of("big").num_tokens == 40 and earlier.of("small").num_tokens == 60, "as many as there may be"
+    earlier.of("big").add([50])
+    assert earlier.of("small").num_tokens == 0, "an output is kept or forgotten as a whole"
+    assert earlier.of("big").num_tokens == 41
+    earlier.of("small").add([1] * 60)
+    earlier.of("small")
+    earlier.of("third").add([2] * 55)
+    assert {salt: each.num_tokens for salt, each in earlier.by_salt.items()} == {"big": 41, "small": 0, "third": 55}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_state_stands_for_all_endings_that_occur_in_the_same_places(seed):
+    rng = random.Random(seed)
+    texts = [[rng.randrange(2 + seed % 3) for _ in range(rng.randrange(1, 20))] for _ in range(1 + seed % 4)]
+    automaton, places = SuffixAutomaton(), defaultdict(set)  # {a part of the texts: where it ends}
+    for i, text in enumerate(texts):
+        automaton.start_over()
+        for end, token in enumerate(text, 1):
+            automaton.extend(token)
+            for start in range(end):
+                places[tuple(text[start:end])].add((i, end))
+    longest = defaultdict(int)
+    for part, ends in places.items():
+        longest[frozenset(ends)] = max(longest[frozenset(ends)], len(part))
+    assert sorted(automaton.length) == [0, *sorted(longest.values())]

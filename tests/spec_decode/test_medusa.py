@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from spec_decode.noting import Throttle
 from torch import nn
 
 from minivllm import LLM, SamplingParams
-from minivllm.errors import ModelError
+from minivllm.errors import ConfigError, ModelError
 from minivllm.spec_decode.medusa import MedusaProposer, load_heads, random_heads
 
 HIDDEN, VOCAB = 64, 512
@@ -105,6 +106,19 @@ def test_a_head_sees_the_hidden_state_that_gave_the_newest_token():
     assert {1, 2} <= set(checked), "some drafts were accepted and some refused"
 
 
+def test_a_folder_of_heads_is_found_below_home_and_drafts(tmp_path, monkeypatch):
+    tensors = {name: t.detach() for name, t in reference().state_dict().items()}
+    save_file(tensors, tmp_path / "m.safetensors")
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    with LLM(overrides={**SMALL, "spec_decode.model": f"~/{tmp_path.name}"}) as llm:
+        heads = llm._core.executor.worker.runner.head.proposer.heads
+        x = torch.randn(5, HIDDEN)
+        for head, expected in zip(heads, reference(), strict=True):
+            torch.testing.assert_close(head(x), expected(x))
+    with pytest.raises(ConfigError, match="^spec_decode.method=medusa needs spec_decode.model: a folder with heads"):
+        LLM(overrides={**SMALL, "spec_decode.model": None})
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_random_heads_change_no_token(temperature):
     prompts = [{"prompt_token_ids": [5, 6, 7] * n} for n in range(1, 6)]
@@ -132,23 +146,6 @@ def test_random_heads_are_a_seeds_own_and_of_a_size_that_keeps_their_inputs_scal
     assert not torch.equal(first[0](x), first[1](x))
     # The inner layer adds SiLU of N(0, 1), whose mean square is 0.36, to N(0, 1); the outer one keeps the variance.
     assert first[0](x).std().item() == pytest.approx(1.36**0.5, abs=0.2)
-
-
-class Throttle:
-    """Notes what it is told, and cuts as it is told."""
-
-    def __init__(self, counts):
-        self.counts, self.told = counts, []
-
-    def reset(self, row):
-        self.told.append(("reset", row))
-
-    def learn(self, *args):
-        self.told.append(("learn", *args))
-
-    def cut(self, *args):
-        self.told.append(("cut", *args))
-        return self.counts
 
 
 def test_what_heads_propose_is_cut_by_the_throttle_which_learns_what_was_accepted():

@@ -63,6 +63,8 @@ def live(folders, overrides, todo, rng: random.Random | None):
         core.scheduler.check()  # no block is in use
         assert not runner.rows.of
         assert all(not processor.states for processor in runner.head.sampler.processors if hasattr(processor, "states"))
+        proposer = runner.head.proposer
+        assert not any(getattr(proposer, name, None) for name in ("probs", "text", "lookups", "trust")), "by row"
         assert not any(adapter.num_users for adapter in llm.list_loras())
         return dict(tokens), aborted, drafted, core.stats.num_preempted
 

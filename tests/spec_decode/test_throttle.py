@@ -6,6 +6,7 @@ from minivllm.spec_decode.throttle import LONGEST_PAUSE, NUM_TRUST, Throttle
 
 FLAT = {1: 1.0, 9: 1.1, 65: 1.2}  # a forward that hardly notices its tokens
 LINEAR = {1: 1.0, 9: 9.0, 65: 65.0}
+START = np.linspace(0.5, 0.9, NUM_TRUST) * 2  # what a class is believed to get right of two, before anything is known
 
 
 def throttle(seconds, rate=None, num_rows=64) -> Throttle:
@@ -109,3 +110,50 @@ def test_useless_drafts_cost_less_than_five_percent():
             if count:
                 made.learn(0, trust, count, 0)
         assert spent < 1.05 * num_steps * 12.5
+
+
+def test_what_was_learned_fades():
+    made = Throttle(2)
+    made.reset(1)
+    assert made.tried[1].tolist() == [2.0] * NUM_TRUST
+    np.testing.assert_allclose(made.accepted[1], np.linspace(1.0, 1.8, NUM_TRUST))
+    made.learn(1, 2, 5, 3)  # the fourth was refused, the fifth never tried
+    assert made.tried[1, 2] == 0.8 * 2 + 4 and made.accepted[1, 2] == 0.8 * START[2] + 3
+    assert made.all_tried[2] == 0.98 * 2 + 4 and made.all_accepted[2] == 0.98 * START[2] + 3
+    made.learn(1, 0, 2, 2)
+    assert made.tried[1, 0] == 0.8 * 2 + 2, "all right: nothing was refused"
+
+
+def test_pauses_grow_while_probes_fail():
+    made = throttle(LINEAR, rate=0.0, num_rows=1)
+    made.reset(0)
+    probed = []
+    for step in range(1, 80):
+        if made.cut([0], [0], [3], 1) == [1]:
+            probed.append(step)
+            made.learn(0, 0, 1, 0)
+    assert probed == [4, 12, 28, 60], "every 4, 8, 16, 32 steps"
+    made.learn(0, 0, 1, 1)
+    assert made.pause[0, 0] == 4
+
+
+def test_whoever_drafts_starts_its_pause_anew():
+    made = throttle(FLAT, rate=1.0, num_rows=1)
+    made.skipped[0, 0] = 3
+    assert made.cut([0], [0], [8], 1) == [8] and made.skipped[0, 0] == 0
+
+
+def test_a_gain_is_taken_from_three_percent_on():
+    for times, expected in (({1: 1.0, 2: 1.94}, [1]), ({1: 1.0, 2: 1.945}, [0]), ({1: 10.0, 2: 19.4}, [1])):
+        made = throttle(times, rate=1.0, num_rows=1)
+        made.accepted[0], made.tried[0] = 1.0, 1.0  # every draft is right
+        assert made.cut([0], [0], [1], 1) == expected
+
+
+def test_who_has_fewer_drafts_is_not_expected_to_have_more():
+    """A step has room for six tokens. The likely fourth draft of one goes before the unlikely first of the other."""
+    made = throttle({6: 1.0, 7: 9.0}, num_rows=2)
+    made.accepted[:, 0], made.tried[:, 0] = [0.9, 0.5], 1.0
+    assert made.cut([0, 1], [0, 0], [3, 1], 2) == [3, 1]
+    assert made.cut([0, 1], [0, 0], [1, 3], 2) == [1, 3]
+    assert made.cut([0, 1], [0, 0], [4, 4], 2) == [4, 0]
