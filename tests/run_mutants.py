@@ -46,6 +46,10 @@ PARTS = {
     "plan": Part(("minivllm/plan.py",), ("tests/test_plan.py",)),
     "sampling": Part(("minivllm/sampling/",), ("tests/sampling",)),
     "spec_decode": Part(("minivllm/spec_decode/",), ("tests/spec_decode",)),
+    "structured": Part(
+        ("minivllm/structured/",),
+        ("tests/structured", "tests/serve/test_tools_held.py", "tests/engine/test_grammar_trials.py"),
+    ),
 }
 
 # mutmut's words for a change that was noticed: a test failed, or there was no end of it, or the process died of it.
