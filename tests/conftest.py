@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import ssl
@@ -116,6 +117,11 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item, its in zip(items, runs, strict=True) if its]
     if WORKER and not config.pluginmanager.hasplugin("randomly"):  # make orders
         items.sort(key=lambda item: _rank(item.nodeid))  # stable: a file's own order stays
+
+
+def pytest_collection_finish(session):
+    """Thousands of tests and the libraries they import stay: no collection of garbage need look at them again."""
+    gc.freeze()
 
 
 def _rank(nodeid):

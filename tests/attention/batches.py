@@ -152,17 +152,18 @@ class Case:
 
     def _expected(self, q: Tensor, k: Tensor, v: Tensor, begin: int, end: int) -> Tensor:
         group = self.spec.num_heads // self.spec.num_kv_heads
+        k, v = k.double().permute(1, 2, 0), v.double().transpose(0, 1)  # [h, D, L], [h, L, D]
         rows = []
         for p in range(begin, end):
             first = 0 if self.spec.sliding_window is None else max(0, p - self.spec.sliding_window + 1)
             query = q[p].double().view(self.spec.num_kv_heads, group, -1)
-            scores = self.spec.scale * torch.einsum("hgd,lhd->hgl", query, k[first : p + 1].double())
+            scores = self.spec.scale * (query @ k[..., first : p + 1])
             if self.spec.soft_cap is not None:
                 scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
             if self.spec.slopes is not None:
                 slopes = torch.tensor(self.spec.slopes, dtype=torch.float64).view(*scores.shape[:2], 1)
                 scores = scores + slopes * torch.arange(first - p, 1)
             weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-            mean = torch.einsum("hgl,lhd->hgd", weights, v[first : p + 1].double()) / weights.sum(-1, keepdim=True)
+            mean = weights @ v[:, first : p + 1] / weights.sum(-1, keepdim=True)
             rows.append(mean.flatten(0, 1))
         return torch.stack(rows)

@@ -6,6 +6,7 @@ from minivllm.errors import BadRequest
 from minivllm.scheduler.beam_search import BeamSearch
 
 SMALL = {"kv.num_blocks": 200, "kv.block_size": 4, "executor.num_threads": 1, "model.dtype": "float32"}
+SMALL |= {"kv.swap_memory": "1MiB"}  # debug.check counts a pool's blocks in every step
 PROMPTS = [[5, 9, 2, 7, 11], [100, 3], [42, 17, 42, 17, 42, 17, 8, 300, 21]]
 
 

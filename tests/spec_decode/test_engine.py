@@ -112,21 +112,29 @@ def test_acceptance_is_counted_in_the_metrics():
     assert "minivllm:spec_decode_num_draft_tokens_total" in text
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("method", ["ngram", "suffix", "self_draft"])
-def test_smollm2_says_the_same(method):
+def smollm2_says(method: str) -> tuple[list[str], int]:
+    """Its texts, and how many drafts it accepted."""
     prompts = [
         'Repeat this exactly: {"name": "Ann", "age": 31, "city": "Rome"}, {"name": "Bob", "age": 32, "city": "Rome"}',
         "The three laws of motion are",
     ]
     params = [SamplingParams(temperature=0, max_tokens=32), SamplingParams(temperature=0.8, seed=4, max_tokens=32)]
-    texts = []
-    for chosen in ("none", method):
-        overrides = {"spec_decode.method": chosen, "spec_decode.adaptive": False, "kv.num_blocks": 200}
-        with LLM(dtype="float32", overrides=overrides) as llm:
-            texts.append([o.outputs[0].text for o in llm.generate(prompts, params, use_tqdm=False)])
-            stats = llm._core.stats
-    assert texts[0] == texts[1] and stats.num_accepted
+    overrides = {"spec_decode.method": method, "spec_decode.adaptive": False, "kv.num_blocks": 200}
+    with LLM(dtype="float32", overrides=overrides) as llm:
+        texts = [o.outputs[0].text for o in llm.generate(prompts, params, use_tqdm=False)]
+        return texts, llm._core.stats.num_accepted
+
+
+@pytest.fixture(scope="module")
+def smollm2_undrafted() -> list[str]:
+    return smollm2_says("none")[0]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("method", ["ngram", "suffix", "self_draft"])
+def test_smollm2_says_the_same(method, smollm2_undrafted):
+    texts, num_accepted = smollm2_says(method)
+    assert texts == smollm2_undrafted and num_accepted
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft"])
