@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -37,16 +38,20 @@ COSTS = {"seconds_per_token": 1e-3, "seconds_per_block": 1e-3}  # what is worth 
 
 def next_token(tokens: list[int], positions: list[int] | None = None, adapters: Sequence[int] = ()) -> int:
     """The fake model. Correct positions are 0, 1, 2 ... adapters: by whose weights each token's K and V were made."""
-    payload = np.array([tokens, positions or range(len(tokens))], np.int64).tobytes()
-    payload += bytes(adapters) if any(adapters) else b""
+    payload = _bytes(tokens, positions) + (bytes(adapters) if any(adapters) else b"")
     return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little") % VOCAB
+
+
+def _bytes(tokens: list[int], positions: list[int] | None) -> bytes:
+    return array("q", tokens).tobytes() + array("q", positions or range(len(tokens))).tobytes()
 
 
 def likeliest(tokens: list[int], positions: list[int] | None = None) -> list[tuple[int, float, int]]:
     """The fake model's distribution: next_token is likeliest, its rivals are hashes too. (token, log-probability,
     rank), the token taken first and again among the likeliest, as a sampler reports it."""
     first = next_token(tokens, positions)
-    rivals = {(first + 1 + next_token([*tokens, i]) % (VOCAB - 1)) % VOCAB for i in range(12)}
+    hashes = hashlib.blake2b(_bytes(tokens, positions), digest_size=12, person=b"rivals").digest()
+    rivals = {(first + 1 + i % (VOCAB - 1)) % VOCAB for i in hashes}
     ranked = [first, *sorted(rivals - {first})][:MAX_RIVALS]
     top = [(token, -0.4 - 0.3 * rank - token / 1000, rank + 1) for rank, token in enumerate(ranked)]
     return [top[0], *top]

@@ -149,7 +149,7 @@ class PagedKVManager:
                 assert self.absent not in own[own.count(self.absent) :], "a block is gone from behind one that is kept"
         assert named == self.pool.ref_counts, "a reference count differs from the tables that name the block"
         assert not self.swap.kept.keys() & self.tables.keys(), "a request is on the host and on the device"
-        cached = sum(block in self.index for block in self.pool.free_list())
+        cached = sum(map(self.index.__contains__, self.pool.free_list()))
         expected = KVUsage(self.pool.num_blocks, self.pool.num_free, cached, self.block_size, self.num_groups)
         assert self.usage == expected, f"usage says {self.usage}, the pool {expected}"
 

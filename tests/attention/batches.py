@@ -66,28 +66,31 @@ class Case:
         shapes = [(num_tokens, n, self.spec.head_size) for n in heads]
         return tuple(torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes)
 
-    def slot(self, r: int, position: int) -> int:
-        return int(self.tables[r, position // self.block_size]) * self.block_size + position % self.block_size
+    def slots(self, r: int, begin: int, end: int) -> np.ndarray:
+        """Where the request's positions begin : end lie in the cache."""
+        positions = np.arange(begin, end)
+        return self.tables[r, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def batch(self, spans: dict[int, tuple[int, int]], padding: int = 0) -> InputBatch:
         """The step that computes positions begin : end of each request r in spans."""
         spare = self.num_blocks * self.block_size
-        slots = [self.slot(r, p) for r, (begin, end) in spans.items() for p in range(begin, end)]
-        positions = [p for begin, end in spans.values() for p in range(begin, end)]
+        slots = [self.slots(r, *span) for r, span in spans.items()]
+        positions = [np.arange(*span) for span in spans.values()]
+        num_tokens = sum(map(len, slots))
         query_start = np.cumsum([0] + [end - begin for begin, end in spans.values()]).astype(np.int32)
         batch = InputBatch(
             req_ids=[str(r) for r in spans],
             rows=np.array(list(spans)),
-            token_ids=np.zeros(len(slots) + padding, np.int64),
-            positions=np.array(positions + [0] * padding, np.int64),
-            slot_mapping=np.array(slots + [spare + i % self.block_size for i in range(padding)], np.int64),
+            token_ids=np.zeros(num_tokens + padding, np.int64),
+            positions=np.concatenate([*positions, np.zeros(padding, np.int64)]),
+            slot_mapping=np.concatenate([*slots, spare + np.arange(padding) % self.block_size]),
             query_start=query_start,
             seq_lens=np.array([end for _, end in spans.values()], np.int32),
             block_tables=self.tables[list(spans)],
             sample_tokens=query_start[1:].astype(np.int64) - 1,
             sample_requests=np.arange(len(spans)),
             draft_tokens=np.full(len(spans), -1),
-            num_tokens=len(slots),
+            num_tokens=num_tokens,
             max_query=int(np.diff(query_start).max()),
             max_seq=max(end for _, end in spans.values()),
         )
@@ -117,9 +120,15 @@ class Case:
             return codes.float() * scales[..., None]
         return quantised(x) if self.kv_dtype == torch.int8 else x.to(self.kv_spec.dtype)
 
-    def cache(self, backend) -> Tensor:
-        """A cache that is NaN wherever no request has written, and holds what was computed earlier. Blocks that have
-        left the window are given away: to a request whose numbers are NaN, which nobody else may notice."""
+    @property
+    def writing(self) -> AttentionSpec:
+        """A layer whose K and V lie as spec's do, and whose queries see themselves alone: writing is all its work."""
+        return replace(self.spec, sliding_window=1)
+
+    def cache(self, backend, writer=None) -> Tensor:
+        """A cache that is NaN wherever no request has written, and holds what was computed earlier: as `backend` wrote
+        it, or a `writer` of its class for the layer `writing`. Blocks that have left the window are given away: to a
+        request whose numbers are NaN, which nobody else may notice."""
         dtype = self.kv_spec.dtype
         empty = -1 if dtype == torch.int8 else torch.nan  # four bytes of -1 are a scale of NaN
         kv = torch.full(backend.kv_shape(self.num_blocks + 1), empty, dtype=dtype)
@@ -127,7 +136,9 @@ class Case:
         kinds = getattr(backend, "kinds", (type(backend),))  # of a pair, both
         if earlier:
             q, k, v = self.inputs(earlier)
-            backend.forward(q, k, v, kv, backend.prepare(self.batch(earlier)), self.spec, torch.empty_like(q))
+            layer = self.spec if writer is None else self.writing
+            writer = writer or backend
+            writer.forward(q, k, v, kv, writer.prepare(self.batch(earlier)), layer, torch.empty_like(q))
         for r, (computed, _) in enumerate(self.requests):
             for block in self.tables[r, : first_kept(computed, self.spec.sliding_window, self.block_size)]:
                 theirs = kv.select(backend.block_axis, int(block))
@@ -153,17 +164,15 @@ class Case:
     def _expected(self, q: Tensor, k: Tensor, v: Tensor, begin: int, end: int) -> Tensor:
         group = self.spec.num_heads // self.spec.num_kv_heads
         k, v = k.double().permute(1, 2, 0), v.double().transpose(0, 1)  # [h, D, L], [h, L, D]
-        rows = []
-        for p in range(begin, end):
-            first = 0 if self.spec.sliding_window is None else max(0, p - self.spec.sliding_window + 1)
-            query = q[p].double().view(self.spec.num_kv_heads, group, -1)
-            scores = self.spec.scale * (query @ k[..., first : p + 1])
+        keys, means = torch.arange(end), []
+        for positions in torch.arange(begin, end).split(64):
+            queries = q[positions].double().unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [h, group, n, D]
+            distance = positions[:, None] - keys
+            scores = self.spec.scale * (queries @ k[:, None, :, :end])
             if self.spec.soft_cap is not None:
                 scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
             if self.spec.slopes is not None:
-                slopes = torch.tensor(self.spec.slopes, dtype=torch.float64).view(*scores.shape[:2], 1)
-                scores = scores + slopes * torch.arange(first - p, 1)
-            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-            mean = weights @ v[:, first : p + 1] / weights.sum(-1, keepdim=True)
-            rows.append(mean.flatten(0, 1))
-        return torch.stack(rows)
+                scores -= torch.tensor(self.spec.slopes, dtype=torch.float64).view(*scores.shape[:2], 1, 1) * distance
+            seen = (distance >= 0) & (distance < (self.spec.sliding_window or math.inf))
+            means.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[:, None, :end])  # [h, group, n, D]
+        return torch.cat(means, 2).permute(2, 0, 1, 3).flatten(1, 2)

@@ -20,8 +20,9 @@ MIXED = [(40, 1), (0, 7), (16, 1), (20, 13), (0, 1), (15, 17), (31, 1), (3, 2)] 
 
 
 def assert_right(backend_class, case: Case, **options) -> None:
-    backend = backend_class([case.spec], case.kv_spec, case.num_blocks + 1, CPU, **options)
-    out = case.run(backend)
+    layers = case.spec, case.writing
+    backend, writer = (backend_class([x], case.kv_spec, case.num_blocks + 1, CPU, **options) for x in layers)
+    out = case.run(backend, case.cache(backend, writer))
     num_tokens = len(out) - case.padding
     torch.testing.assert_close(out[:num_tokens].double(), case.expected(), **ATTENTION[case.dtype])
     assert out[num_tokens:].isfinite().all()

@@ -25,7 +25,7 @@ def filled(case: Case, backend: TritonAttention, kv: torch.Tensor | None = None)
     """A cache that is NaN where nobody wrote. Case.cache() would attend too, which takes long in the interpreter."""
     kv = torch.full(backend.kv_shape(case.num_blocks + 1), torch.nan, dtype=case.dtype) if kv is None else kv
     for r, (computed, _) in enumerate(case.requests):
-        slots = torch.tensor([case.slot(r, p) for p in range(computed)], dtype=torch.int64)
+        slots = torch.from_numpy(case.slots(r, 0, computed))
         for half, x in zip(kv, case.qkv[r][1:], strict=True):
             half[slots // case.block_size, :, slots % case.block_size] = x[:computed]
     return kv

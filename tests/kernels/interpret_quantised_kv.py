@@ -212,7 +212,7 @@ def test_the_backend_writes_and_reads_codes(codes, head_size, block_size):
     backend = TritonAttention([case.spec], case.kv_spec, case.num_blocks + 1, CPU, (SMALL, Tile(32, 16, 4)))
     kv = torch.full(backend.kv_shape(case.num_blocks + 1), -1, dtype=torch.int8).view(codes)
     for r, (computed, _) in enumerate(case.requests):
-        slots = torch.tensor([case.slot(r, p) for p in range(computed)], dtype=torch.int64)
+        slots = torch.from_numpy(case.slots(r, 0, computed))
         reference.write_quantised(*(x[:computed] for x in case.qkv[r][1:]), *kv, slots)
     out = case.run(backend, kv)
     torch.testing.assert_close(out[:-2].double(), case.expected(), **ATTENTION[case.dtype])
