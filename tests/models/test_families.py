@@ -21,6 +21,7 @@ from models.pairs import (
     FP32_TOLERANCE,
     SMALL,
     error_of,
+    greedy_behind,
     greedy_oracle,
     oracle_logits,
     random_tokens,
@@ -170,7 +171,8 @@ def test_an_engine_gives_64_tokens_of_transformers(name, made):
     with LLM(folder, overrides=ENGINE) as llm:
         outputs = [llm.generate(prompts, params, use_tqdm=False) for prompts in (PROMPTS, AGAIN)]
     found = [list(output.outputs[0].token_ids) for output in sum(outputs, [])]
-    assert found == [greedy_oracle(oracle, prompt, 64) for prompt in PROMPTS + AGAIN]
+    assert [len(tokens) for tokens in found] == [64] * len(PROMPTS + AGAIN)
+    assert found == [greedy_behind(oracle, *texts) for texts in zip(PROMPTS + AGAIN, found, strict=True)]
     assert any(output.num_cached_tokens for output in outputs[1])
 
 
