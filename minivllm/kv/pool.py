@@ -79,7 +79,7 @@ class BlockPool:
             block = self._prev[block]
 
     def check(self) -> None:
-        """What holds between any two steps. `debug.check` asks in each: only the walk along the list is Python's loop."""
+        """What holds between any two steps. `debug.check` asks in each: of the loops only the walk is Python's."""
         free = list(self.free_list())
         assert len(free) == len(set(free)) == self.num_free, "the free list and its count disagree"
         assert not any(map(self.ref_counts.__getitem__, free)), "a block in use stands on the free list"
