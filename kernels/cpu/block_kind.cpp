@@ -1,5 +1,7 @@
 // One kind of block (MINIVLLM_KIND, a name of block_formats.h): products with it, packing, de-quantised rows.
 //
+// For inputs in 16 bits and in 8, BITS.
+//
 // Few tokens: a tile goes by from front to back, and each code is widened once for all of them. Many: two tiles' codes,
 // 256 inputs at a time, are widened into a panel in the first-level cache, which groups of 6 tokens then meet. An output's
 // sum is taken group by group in one order in both, so its bits do not depend on the number of tokens.
@@ -25,18 +27,24 @@ struct Token {
   const float* scales;
   const int32_t* sums;
 };
+template <int BITS>
+constexpr int STEP_BYTES = unit_bytes(BITS) / 4;  // of q: of the 8 inputs of a `dot`
+
+template <int BITS>
 inline Token token_of(const Integers& x, int64_t token, int64_t unit) {
   const int64_t at = token * x.units + unit;
-  return {x.q + at * UNIT_BYTES, x.scales + 4 * at, x.sums + 2 * at};
+  return {x.q + at * unit_bytes(BITS), x.scales + 4 * at, x.sums + 2 * at};
 }
 
 template <BlockKind K>
 constexpr int GROUPS_OF_UNIT = UNIT / format_of(K).group;  // 1, or 2 halves
 
 // What the sums of a group of a unit begin with: the codes' offset, times the inputs that they meet.
-template <int GROUPS>
-inline int32_t offset_times(int offset, const int32_t* sums, int group) {
-  return -offset * (GROUPS == 2 ? sums[group] : sums[0] + sums[1]);
+template <BlockKind K, int BITS>
+inline Sums<BITS> begin_group(const int32_t* sums, int group) {
+  constexpr int OF_CODES = OFFSET<K, BITS>;
+  if constexpr (OF_CODES == 0) return begin_sums<BITS>(0);
+  else return begin_sums<BITS>(-OF_CODES * (GROUPS_OF_UNIT<K> == 2 ? sums[group] : sums[0] + sums[1]));
 }
 
 // sum + one group of a token.
@@ -50,17 +58,17 @@ inline __attribute__((always_inline)) Lanes plus(Lanes sum, Lanes exact, const f
 // --------------------------------------------------------------------------------------------------- a few tokens
 
 // sums [N][8]: one token, N neighbouring tiles.
-template <BlockKind K, int N>
+template <BlockKind K, int BITS, int N>
 void multiply_one(const Integers& x, int64_t token, const uint8_t* tile, int64_t stride, float* sums) {
   typedef Tile<K> L;
   constexpr int GROUPS = GROUPS_OF_UNIT<K>, STEPS = 4 / GROUPS;
   const int64_t blocks = x.units / L::UNITS, ahead = N * stride <= NEAR ? N * stride : AHEAD;
-  Token from = token_of(x, token, 0);
+  Token from = token_of<BITS>(x, token, 0);
   Lanes sum[N];
 #pragma GCC unroll 4
   for (int n = 0; n < N; n++) sum[n] = lanes_of(0.f);
   for (int64_t b = 0; b < blocks; b++, tile += L::BYTES)
-    for (int u = 0; u < L::UNITS; u++, from.q += UNIT_BYTES, from.scales += 4, from.sums += 2) {
+    for (int u = 0; u < L::UNITS; u++, from.q += unit_bytes(BITS), from.scales += 4, from.sums += 2) {
       const uint8_t* units[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; n++) {
@@ -70,12 +78,13 @@ void multiply_one(const Integers& x, int64_t token, const uint8_t* tile, int64_t
       }
 #pragma GCC unroll 2
       for (int g = 0; g < GROUPS; g++) {
-        Sums exact[N];
-        const Sums begin = begin_sums(OFFSET<K> ? offset_times<GROUPS>(OFFSET<K>, from.sums, g) : 0);
+        Sums<BITS> exact[N];
+        const Sums<BITS> begin = begin_group<K, BITS>(from.sums, g);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) exact[n] = begin;
 #pragma GCC unroll 4
-        for (int s = 0; s < STEPS; s++) dot_tiles<K, N>(exact, units, g * STEPS + s, from.q + 16 * (g * STEPS + s));
+        for (int j = g * STEPS; j < (g + 1) * STEPS; j++)
+          dot_tiles<K, BITS, N>(exact, units, j, from.q + STEP_BYTES<BITS> * j);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++)
           sum[n] = plus<GROUPS, L::F.minima != 0>(sum[n], to_lanes(exact[n]), from.scales, g,
@@ -88,7 +97,7 @@ void multiply_one(const Integers& x, int64_t token, const uint8_t* tile, int64_t
 
 // sums [there][width], of which 8: 1 < T <= FEW tokens from `first` on, one tile. Where only `there` < T are, the last is taken
 // again.
-template <BlockKind K, int T>
+template <BlockKind K, int BITS, int T>
 void multiply_few(const Integers& x, int64_t first, int64_t there, const uint8_t* tile, int64_t width, float* sums) {
   typedef Tile<K> L;
   constexpr int GROUPS = GROUPS_OF_UNIT<K>, STEPS = 4 / GROUPS;
@@ -99,7 +108,7 @@ void multiply_few(const Integers& x, int64_t first, int64_t there, const uint8_t
   Lanes sum[T];
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++) {
-    tokens[t] = token_of(x, first + std::min<int64_t>(t, there - 1), 0);
+    tokens[t] = token_of<BITS>(x, first + std::min<int64_t>(t, there - 1), 0);
     sum[t] = lanes_of(0.f);
   }
   const int64_t blocks = x.units / L::UNITS;
@@ -111,24 +120,25 @@ void multiply_few(const Integers& x, int64_t first, int64_t there, const uint8_t
       for (int line = 0; line < L::UNIT_CODES + L::CODES_AT / L::UNITS; line += 64) ask_for(codes + AHEAD + line);
 #pragma GCC unroll 2
       for (int g = 0; g < GROUPS; g++) {
-        Sums exact[T][TURNS];
+        Sums<BITS> exact[T][TURNS];
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++)
 #pragma GCC unroll 4
           for (int i = 0; i < TURNS; i++)
-            exact[t][i] = begin_sums(i == 0 && OFFSET<K> ? offset_times<GROUPS>(OFFSET<K>, tokens[t].sums + 2 * at, g) : 0);
+            exact[t][i] = i == 0 ? begin_group<K, BITS>(tokens[t].sums + 2 * at, g) : begin_sums<BITS>(0);
 #pragma GCC unroll 4
         for (int s = 0; s < STEPS; s++) {
           const int j = g * STEPS + s;
-          const Codes widened = widen<K>(codes, j);
+          const Codes<BITS> widened = widen<K, BITS>(codes, j);
 #pragma GCC unroll 8
           for (int t = 0; t < T; t++)
-            exact[t][s % TURNS] = dot(exact[t][s % TURNS], widened, tokens[t].q + at * UNIT_BYTES + 16 * j);
+            exact[t][s % TURNS] =
+                dot<K, BITS>(exact[t][s % TURNS], widened, tokens[t].q + at * unit_bytes(BITS) + STEP_BYTES<BITS> * j);
         }
         const Group group = group_of<K>(tile, u * GROUPS + g);
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) {
-          Sums all = exact[t][0];
+          Sums<BITS> all = exact[t][0];
 #pragma GCC unroll 4
           for (int i = 1; i < TURNS; i++) all = all + exact[t][i];
           sum[t] = plus<GROUPS, MINIMA>(sum[t], to_lanes(all), tokens[t].scales + 4 * at, g, group);
@@ -144,53 +154,54 @@ void multiply_few(const Integers& x, int64_t first, int64_t there, const uint8_t
 // --------------------------------------------------------------------------------------------------- many tokens
 
 // Some units of a tile, widened, and what of their groups is the same for all tokens.
+template <int BITS>
 struct alignas(64) Panel {
-  Codes codes[PANEL_UNITS][4];
+  Codes<BITS> codes[PANEL_UNITS][4];
   Group groups[2 * PANEL_UNITS];
 };
 
 // Units first .. first + count of a tile; they do not begin or end within a block of 256.
-template <BlockKind K>
-void widen_panel(const uint8_t* tile, int64_t first, int count, Panel& to) {
+template <BlockKind K, int BITS>
+void widen_panel(const uint8_t* tile, int64_t first, int count, Panel<BITS>& to) {
   typedef Tile<K> L;
   constexpr int GROUPS = GROUPS_OF_UNIT<K>;
   for (int i = 0; i < count; i++) {
     const int64_t unit = first + i;
     const uint8_t* block = tile + unit / L::UNITS * L::BYTES;
     const int u = int(unit % L::UNITS);
-    for (int j = 0; j < 4; j++) to.codes[i][j] = widen<K>(block + L::CODES_AT + u * L::UNIT_CODES, j);
+    for (int j = 0; j < 4; j++) to.codes[i][j] = widen<K, BITS>(block + L::CODES_AT + u * L::UNIT_CODES, j);
     for (int g = 0; g < GROUPS; g++) to.groups[GROUPS * i + g] = group_of<K>(block, u * GROUPS + g);
   }
 }
 
 // sums [T][N tiles][8] += T tokens, from unit `first` on, times N panels.
-template <int GROUPS, bool MINIMA, int N, int T>
-void multiply_panels(const Integers& x, int64_t token, int64_t first, const Panel* panels, int count, int offset, float* sums) {
-  constexpr int STEPS = 4 / GROUPS;
+template <BlockKind K, int BITS, int N, int T>
+void multiply_panels(const Integers& x, int64_t token, int64_t first, const Panel<BITS>* panels, int count, float* sums) {
+  constexpr int GROUPS = GROUPS_OF_UNIT<K>, STEPS = 4 / GROUPS;
+  constexpr bool MINIMA = format_of(K).minima != 0;
   Token tokens[T];
 #pragma GCC unroll 8
-  for (int t = 0; t < T; t++) tokens[t] = token_of(x, token + t, first);
+  for (int t = 0; t < T; t++) tokens[t] = token_of<BITS>(x, token + t, first);
   for (int u = 0; u < count; u++)
 #pragma GCC unroll 2
     for (int g = 0; g < GROUPS; g++) {
-      Sums exact[T][N];
+      Sums<BITS> exact[T][N];
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) {
-        // What has minima has no offset.
-        const Sums begin = begin_sums(MINIMA ? 0 : offset_times<GROUPS>(offset, tokens[t].sums + 2 * u, g));
+        const Sums<BITS> begin = begin_group<K, BITS>(tokens[t].sums + 2 * u, g);
 #pragma GCC unroll 2
         for (int n = 0; n < N; n++) exact[t][n] = begin;
       }
 #pragma GCC unroll 4
       for (int s = 0; s < STEPS; s++) {
         const int j = g * STEPS + s;
-        const Codes* codes[N];
+        const Codes<BITS>* codes[N];
         const int8_t* q[T];
 #pragma GCC unroll 2
         for (int n = 0; n < N; n++) codes[n] = &panels[n].codes[u][j];
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) q[t] = tokens[t].q + u * UNIT_BYTES + 16 * j;
-        dots<T, N>(exact, codes, q);
+        for (int t = 0; t < T; t++) q[t] = tokens[t].q + u * unit_bytes(BITS) + STEP_BYTES<BITS> * j;
+        dots<K, BITS, T, N>(exact, codes, q);
       }
       keep_in_order();
 #pragma GCC unroll 8
@@ -205,26 +216,26 @@ void multiply_panels(const Integers& x, int64_t token, int64_t first, const Pane
 }
 
 // For `rest` <= T tokens.
-template <int GROUPS, bool MINIMA, int N, int T = GROUP>
-void multiply_group(const Integers& x, int64_t token, int64_t rest, int64_t first, const Panel* panels, int count, int offset,
+template <BlockKind K, int BITS, int N, int T = GROUP>
+void multiply_group(const Integers& x, int64_t token, int64_t rest, int64_t first, const Panel<BITS>* panels, int count,
                     float* sums) {
   if constexpr (T > 0) {
-    if (rest < T) return multiply_group<GROUPS, MINIMA, N, T - 1>(x, token, rest, first, panels, count, offset, sums);
-    multiply_panels<GROUPS, MINIMA, N, T>(x, token, first, panels, count, offset, sums);
+    if (rest < T) return multiply_group<K, BITS, N, T - 1>(x, token, rest, first, panels, count, sums);
+    multiply_panels<K, BITS, N, T>(x, token, first, panels, count, sums);
   }
 }
 
 // sums [tokens][N][8] of N neighbouring tiles, `stride` bytes apart.
-template <BlockKind K, int N>
+template <BlockKind K, int BITS, int N>
 void multiply_many(const Integers& x, int64_t first, int64_t tokens, const uint8_t* tile, int64_t stride, float* sums) {
-  Panel panels[N];
+  Panel<BITS> panels[N];
   std::fill(sums, sums + tokens * N * OUTPUTS, 0.f);
   for (int64_t unit = 0; unit < x.units; unit += PANEL_UNITS) {
     const int count = int(std::min<int64_t>(PANEL_UNITS, x.units - unit));
     for (int n = 0; n < N; n++) widen_panel<K>(tile + n * stride, unit, count, panels[n]);
     for (int64_t t = 0; t < tokens; t += GROUP)
-      multiply_group<GROUPS_OF_UNIT<K>, format_of(K).minima != 0, N>(
-          x, first + t, std::min<int64_t>(GROUP, tokens - t), unit, panels, count, OFFSET<K>, sums + t * N * OUTPUTS);
+      multiply_group<K, BITS, N>(x, first + t, std::min<int64_t>(GROUP, tokens - t), unit, panels, count,
+                                 sums + t * N * OUTPUTS);
   }
 }
 
@@ -232,24 +243,38 @@ constexpr BlockKind KIND = BlockKind::MINIVLLM_KIND;
 constexpr int TOGETHER = 4;  // tiles that one token meets at a time
 constexpr Format FORMAT = format_of(KIND);
 
+// sums: see block_kind.h.
+template <int BITS>
+void multiply(const Integers& x, const uint8_t* tiles, int64_t tile, int64_t num_tiles, int64_t first, int64_t count,
+              float* sums) {
+  const int64_t stride = x.units / Tile<KIND>::UNITS * Tile<KIND>::BYTES;
+  const uint8_t* at = tiles + tile * stride;
+  if (count > FEW) {
+    const auto many = num_tiles == 2 ? multiply_many<KIND, BITS, 2> : multiply_many<KIND, BITS, 1>;
+    return many(x, first, count, at, stride, sums);
+  }
+  if (count == 1) {
+    for (; num_tiles >= TOGETHER; num_tiles -= TOGETHER, at += TOGETHER * stride, sums += TOGETHER * OUTPUTS)
+      multiply_one<KIND, BITS, TOGETHER>(x, first, at, stride, sums);
+    for (; num_tiles > 0; num_tiles--, at += stride, sums += OUTPUTS) multiply_one<KIND, BITS, 1>(x, first, at, stride, sums);
+    return;
+  }
+  const auto few = count == 2 ? multiply_few<KIND, BITS, 2> : multiply_few<KIND, BITS, FEW>;
+  for (int64_t n = 0; n < num_tiles; n++) few(x, first, count, at + n * stride, num_tiles * OUTPUTS, sums + n * OUTPUTS);
+}
+
 }  // namespace
 
 extern "C" {
 
-// sums: see block_kind.h.
-void minivllm_kind_multiply(const Integers* x, const uint8_t* tiles, int64_t tile, int64_t num_tiles, int64_t first,
-                            int64_t count, float* sums) {
-  const int64_t stride = x->units / Tile<KIND>::UNITS * Tile<KIND>::BYTES;
-  const uint8_t* at = tiles + tile * stride;
-  if (count > FEW) return (num_tiles == 2 ? multiply_many<KIND, 2> : multiply_many<KIND, 1>)(*x, first, count, at, stride, sums);
-  if (count == 1) {
-    for (; num_tiles >= TOGETHER; num_tiles -= TOGETHER, at += TOGETHER * stride, sums += TOGETHER * OUTPUTS)
-      multiply_one<KIND, TOGETHER>(*x, first, at, stride, sums);
-    for (; num_tiles > 0; num_tiles--, at += stride, sums += OUTPUTS) multiply_one<KIND, 1>(*x, first, at, stride, sums);
-    return;
-  }
-  const auto multiply = count == 2 ? multiply_few<KIND, 2> : multiply_few<KIND, FEW>;
-  for (int64_t n = 0; n < num_tiles; n++) multiply(*x, first, count, at + n * stride, num_tiles * OUTPUTS, sums + n * OUTPUTS);
+void minivllm_kind_multiply_16(const Integers* x, const uint8_t* tiles, int64_t tile, int64_t num_tiles, int64_t first,
+                               int64_t count, float* sums) {
+  multiply<16>(*x, tiles, tile, num_tiles, first, count, sums);
+}
+
+void minivllm_kind_multiply_8(const Integers* x, const uint8_t* tiles, int64_t tile, int64_t num_tiles, int64_t first,
+                              int64_t count, float* sums) {
+  multiply<8>(*x, tiles, tile, num_tiles, first, count, sums);
 }
 
 int64_t minivllm_kind_packed_bytes(int64_t rows, int64_t inputs) {

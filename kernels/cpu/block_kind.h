@@ -9,9 +9,9 @@ extern "C" {
 // The OpenMP runtime's GOMP_parallel, the one that torch uses; null: everything in the calling thread.
 typedef void (*minivllm_parallel)(void (*work)(void*), void* data, unsigned num_threads, unsigned flags);
 
-// All tokens' inputs as integers (block_tiles.h: to_integers), 32 of them a unit.
+// All tokens' inputs as integers of 16 or 8 bits (block_tiles.h: to_integers), 32 of them a unit.
 struct minivllm_integers {
-  int8_t* q;      // [tokens][units][64 bytes]
+  int8_t* q;      // [tokens][units][unit_bytes]
   float* scales;  // [tokens][units][4]: the scale, then times it the sum of all of q, and of each half of it
   int32_t* sums;  // [tokens][units][2]: of each half of q
   int64_t units;
@@ -26,7 +26,7 @@ typedef void (*minivllm_multiply)(const minivllm_integers* x, const uint8_t* til
 namespace minivllm {
 
 constexpr int OUTPUTS = 8, UNIT = 32;  // outputs of a tile; inputs that share a scale of x
-constexpr int UNIT_BYTES = 2 * UNIT;   // of q, in whichever form
+constexpr int unit_bytes(int bits) { return UNIT * bits / 8; }  // of q, in whichever form
 constexpr int FEW = 4;                 // tokens up to which codes are widened in registers, and no panel is made
 constexpr int GROUP = 6;               // tokens that share a pass over a panel
 

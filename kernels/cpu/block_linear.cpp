@@ -31,6 +31,7 @@ struct minivllm_blocks {
   int64_t num_parts;
   const float* bias;  // [outputs], or null
   int64_t outputs, inputs;
+  int64_t bits;  // of the integers that inputs become, 16 or 8: those of all parts' `multiply`
 };
 }
 
@@ -57,6 +58,7 @@ inline Place place_of(const minivllm_blocks& w, int64_t item, int64_t size) {
   return {part, output, item * size, std::min(size, tiles - item * size)};
 }
 
+template <int BITS>
 void token_to_integers(const void* x, bool bf16, int64_t token, const minivllm_integers& to) {
   for (int64_t u = 0; u < to.units; u++) {
     const int64_t at = token * to.units + u;
@@ -65,7 +67,7 @@ void token_to_integers(const void* x, bool bf16, int64_t token, const minivllm_i
     if (bf16)
       for (int k = 0; k < UNIT; k++) values[k] = from_bf16(static_cast<const uint16_t*>(x)[at * UNIT + k]);
     else from = static_cast<const float*>(x) + at * UNIT;
-    to_integers(from, {to.q + at * UNIT_BYTES, to.scales + 4 * at, to.sums + 2 * at});
+    to_integers<BITS>(from, {to.q + at * unit_bytes(BITS), to.scales + 4 * at, to.sums + 2 * at});
   }
 }
 
@@ -99,15 +101,16 @@ void minivllm_blocks_linear(const minivllm_blocks* w, const void* x, void* y, in
   static thread_local std::vector<int8_t> q;
   static thread_local std::vector<float> scales;
   static thread_local std::vector<int32_t> sums_of_x;
-  const int64_t units = w->inputs / UNIT, all = tokens * units;
-  q.resize(std::max<int64_t>(q.size(), all * UNIT_BYTES));
+  const int64_t units = w->inputs / UNIT, all = tokens * units, bytes = unit_bytes(w->bits);
+  q.resize(std::max<int64_t>(q.size(), all * bytes));
   scales.resize(std::max<int64_t>(scales.size(), 4 * all));
   sums_of_x.resize(std::max<int64_t>(sums_of_x.size(), 2 * all));
   const minivllm_integers integers{q.data(), scales.data(), sums_of_x.data(), units};
-  each(tokens, [&](int64_t t) { token_to_integers(x, x_bf16, t, integers); }, all < ALONE ? nullptr : parallel, num_threads);
+  const auto convert = w->bits == 8 ? token_to_integers<8> : token_to_integers<16>;
+  each(tokens, [&](int64_t t) { convert(x, x_bf16, t, integers); }, all < ALONE ? nullptr : parallel, num_threads);
 
   const int64_t size = tokens > FEW ? 2 : RUN;  // tiles of an item
-  const int64_t in_cache = std::clamp<int64_t>(X_BYTES / (units * UNIT_BYTES) / GROUP * GROUP, GROUP, MOST_TOKENS);
+  const int64_t in_cache = std::clamp<int64_t>(X_BYTES / (units * bytes) / GROUP * GROUP, GROUP, MOST_TOKENS);
   const int64_t block = tokens > FEW ? in_cache : FEW, blocks = (tokens + block - 1) / block;
   int64_t items = 0;
   for (int64_t p = 0; p < w->num_parts; p++) items += items_of(w->parts[p], size);

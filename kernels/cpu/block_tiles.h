@@ -12,17 +12,21 @@
 //   codes, a unit of 32 inputs x 8 outputs after another, in planes of 8, 4, 2 and 1 bits a code (5 bits: 4 + 1)
 // Where a code's bits are within a plane depends on what the CPU can take apart at once: `place`.
 //
-// Inputs are integers: x = scale * q, |q| <= 127 * 128, one scale for 32 inputs, so that an input errs by at most 2^-15
-// of the largest beside it. Products of a group are summed exactly in int32, whatever the CPU:
-//   x86   q as int16, codes widened to int16: vpmaddwd and an addition, or one vpdpwssd (AVX-VNNI, AVX-512 VNNI). Bytes
-//         (vpmaddubsw, vpdpbusd) take q in two halves, so two of them do the work of one of these, and need signs minded.
-//   ARM   q as two bytes, 128 * high + low: sdot, or smmla (i8mm), whose two columns are the high and the low bytes.
+// Inputs are integers of 16 or 8 bits (BITS): x = scale * q, |q| <= 127 * 128 or 127, one scale for 32 inputs, so that an
+// input errs by at most 2^-15 or 2^-8 of the largest beside it. Products of a group are summed exactly in int32, whatever
+// the CPU; an instruction multiplies twice as many numbers of 8 bits as of 16, and their codes need less taking apart:
+//   x86   16  codes widened to int16: vpmaddwd and an addition, or one vpdpwssd (AVX-VNNI, AVX-512 VNNI)
+//         8   codes as bytes: vpdpbusd, which wants codes without sign; or vpmaddubsw, vpmaddwd and an addition, where the
+//             sum of two products must fit int16, so that codes with a sign stay below 129
+//   ARM   16  q as two bytes, 128 * high + low: sdot, or smmla (i8mm), whose two columns are the high and the low bytes
+//         8   sdot
 //   else  plain loops.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "block_formats.h"
 #include "block_kind.h"
@@ -37,8 +41,9 @@
 
 namespace minivllm {
 
-constexpr int RADIX_BITS = 7;           // of q's two bytes
-constexpr float LARGEST_Q = 127 * 128;  // what the largest of a unit's inputs becomes
+constexpr int RADIX_BITS = 7;  // of q's two bytes
+// What the largest of a unit's inputs becomes.
+constexpr float largest_q(int bits) { return bits == 8 ? 127 : 127 * 128; }
 
 // Bits of each plane of a kind's codes: 5 is 4 + 1, 6 is 4 + 2, 3 is 2 + 1.
 constexpr int wide_plane(int bits) { return bits >= 8 ? 8 : bits >= 4 ? 4 : 2; }
@@ -68,10 +73,10 @@ constexpr int place(int plane, int n, int i) {
   const int half = n / 4, byte = n % 4 * 4 + r / 2;
   if (plane == 2) return (half * 2 + j / 2) * 128 + byte * 8 + 2 * (j % 2 * 2 + r % 2);
   return half * 128 + byte * 8 + 2 * j + r % 2;
-#else  // as the words of plane 4, so that a shift brings them beside those
-  const int word = r / 4;
-  if (plane == 2) return j / 2 * 256 + n * 32 + word * 16 + 2 * (j % 2 * 4 + r % 4);
-  return n * 32 + word * 16 + 4 * j + r % 4;
+#else  // as the bytes of plane 4, so that a shift brings them beside those
+  const int byte = n * 4 + r / 2;
+  if (plane == 2) return j / 2 * 256 + byte * 8 + 2 * (j % 2 * 2 + r % 2);
+  return byte * 8 + 2 * j + r % 2;
 #endif
 }
 
@@ -94,9 +99,9 @@ inline void put(int n, const uint8_t* codes, int shift, uint8_t* to) {
       const uint32_t bits = uint32_t(_pext_u64(eight >> shift, EACH * MASK));
       if constexpr (PLANE == 4) std::memcpy(word(j), &bits, 4);
       else {
-        constexpr int HALF = 4 * PLANE;  // bits of four codes
-        const int at = PLANE == 2 ? j % 2 : j;
-        words[PLANE == 2 ? j / 2 : 0] |= (bits & ((1u << HALF) - 1)) << HALF * at | bits >> HALF << (16 + HALF * at);
+        constexpr uint32_t TWO = (1u << 2 * PLANE) - 1;  // codes, of each byte
+        const int at = 2 * PLANE * (PLANE == 2 ? j % 2 : j);
+        words[PLANE == 2 ? j / 2 : 0] |= _pdep_u32(bits, TWO * 0x01010101u) << at;
       }
     }
   }
@@ -135,6 +140,9 @@ inline void pack_block(const uint8_t* raw, int n, uint8_t* tile) {
   }
 }
 
+template <int BITS>
+using Integer = std::conditional_t<BITS == 8, int8_t, int16_t>;
+
 // A unit's inputs as integers, see minivllm_integers; q in the order that this CPU's products want.
 struct UnitOfX {
   int8_t* q;
@@ -142,22 +150,25 @@ struct UnitOfX {
   int32_t* sums;
 };
 
+#ifndef MINIVLLM_BLOCKS_X86
+template <int BITS>
 inline void arrange(const int32_t* q, int8_t* to) {
-#ifdef MINIVLLM_BLOCKS_ARM  // 8 inputs after another: their high bytes, then the low ones; even inputs first
   for (int j = 0; j < 4; j++)
     for (int r = 0; r < 8; r++) {
-      const int32_t value = q[8 * j + r], high = (value + (1 << (RADIX_BITS - 1))) >> RADIX_BITS;
-      int8_t* at = to + 16 * j + 4 * (r % 2) + r / 2;
-      at[0] = int8_t(high);
-      at[8] = int8_t(value - high * (1 << RADIX_BITS));
-    }
-#else  // inputs i and i + 4 of 8 side by side, as the words of plane 4 hold them
-  int16_t* words = reinterpret_cast<int16_t*>(to);
-  for (int j = 0; j < 4; j++)
-    for (int r = 0; r < 8; r++) words[8 * j + 2 * (r % 4) + r / 4] = int16_t(q[8 * j + r]);
+      const int32_t value = q[8 * j + r];
+#ifdef MINIVLLM_BLOCKS_ARM  // of 8 inputs the even ones first; of 16 bits the high bytes, then the low ones
+      int8_t* at = to + unit_bytes(BITS) / 4 * j + 4 * (r % 2) + r / 2;
+      const int32_t high = (value + (1 << (RADIX_BITS - 1))) >> RADIX_BITS;
+      at[0] = int8_t(BITS == 8 ? value : high);
+      if (BITS == 16) at[8] = int8_t(value - high * (1 << RADIX_BITS));
+#else  // inputs i and i + 4 of 8 side by side
+      reinterpret_cast<Integer<BITS>*>(to)[8 * j + 2 * (r % 4) + r / 4] = Integer<BITS>(value);
 #endif
+    }
 }
+#endif
 
+template <int BITS>
 inline void to_integers(const float* x, UnitOfX to) {
 #ifdef MINIVLLM_BLOCKS_X86
   const __m256 sign = _mm256_set1_ps(-0.f);
@@ -181,19 +192,28 @@ inline void to_integers(const float* x, UnitOfX to) {
 #endif
   // NaN and infinity must not become a number; what is too small to have an inverse is 0.
   const bool some = finite && most > 1e-30f;
-  const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : some ? most / LARGEST_Q : 0.f;
-  const float inverse = some ? LARGEST_Q / most : 0.f;
+  const float scale = !finite ? std::numeric_limits<float>::quiet_NaN() : some ? most / largest_q(BITS) : 0.f;
+  const float inverse = some ? largest_q(BITS) / most : 0.f;
 #ifdef MINIVLLM_BLOCKS_X86
   __m256i q[4];
   const __m256 times = _mm256_set1_ps(inverse);
   for (int i = 0; i < 4; i++) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], times));
   if (!some) q[0] = q[1] = q[2] = q[3] = _mm256_setzero_si256();
-  const __m256i order = _mm256_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15,  //
-                                         0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+  // Inputs of a block of 8 as its codes are side by side in a register: (i, i + 4) in words, (0, 2, 4, 6) and (1, 3, 5, 7)
+  // in bytes.
+  auto store = [&](int at, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.q + at), x); };
+  const __m256i first = _mm256_packs_epi32(q[0], q[1]), second = _mm256_packs_epi32(q[2], q[3]);  // quarters 0, 2, 1, 3
+  if constexpr (BITS == 16) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    store(0, _mm256_shuffle_epi8(_mm256_permute4x64_epi64(first, 0xd8), order));
+    store(32, _mm256_shuffle_epi8(_mm256_permute4x64_epi64(second, 0xd8), order));
+  } else {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+    const __m256i eighths = _mm256_packs_epi16(first, second);  // 0, 2, 4, 6, 1, 3, 5, 7
+    const __m256i blocks = _mm256_permutevar8x32_epi32(eighths, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    store(0, _mm256_shuffle_epi8(blocks, order));
+  }
   for (int i = 0; i < 2; i++) {
-    const __m256i mixed = _mm256_packs_epi32(q[2 * i], q[2 * i + 1]);  // quarters 0, 2, 1, 3
-    const __m256i words = _mm256_shuffle_epi8(_mm256_permute4x64_epi64(mixed, 0xd8), order);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.q + 32 * i), words);
     const __m256i pairs = _mm256_add_epi32(q[2 * i], q[2 * i + 1]);
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
     sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
@@ -202,7 +222,7 @@ inline void to_integers(const float* x, UnitOfX to) {
 #else
   int32_t q[UNIT];
   for (int i = 0; i < UNIT; i++) q[i] = some ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
-  arrange(q, to.q);
+  arrange<BITS>(q, to.q);
   for (int half = 0; half < 2; half++) {
     to.sums[half] = 0;
     for (int i = 0; i < UNIT / 2; i++) to.sums[half] += q[half * UNIT / 2 + i];
@@ -220,9 +240,13 @@ inline void to_integers(const float* x, UnitOfX to) {
 #if defined(MINIVLLM_BLOCKS_X86)
 
 typedef __m256 Lanes;
+template <int BITS>
+constexpr int PARTS = BITS / 4;  // of 32 bits an output: what one instruction multiplies
+template <int BITS>
 struct Codes {
-  __m256i pairs[4];  // inputs (i, i + 4) of each output
+  __m256i parts[PARTS<BITS>];  // of each output inputs (i, i + 4), or (i, i + 2, i + 4, i + 6)
 };
+template <int BITS>
 struct Sums {
   __m256i v;
 };
@@ -239,17 +263,45 @@ inline Lanes bytes(const uint8_t* p, bool is_signed, int shift, int mask) {
   return _mm256_cvtepi32_ps(mask == 255 ? wide : _mm256_and_si256(_mm256_srli_epi32(wide, shift), _mm256_set1_epi32(mask)));
 }
 
-inline Sums begin_sums(int32_t x) { return {_mm256_set1_epi32(x)}; }
-inline Sums operator+(Sums a, Sums b) { return {_mm256_add_epi32(a.v, b.v)}; }
-inline Lanes to_lanes(Sums s) { return _mm256_cvtepi32_ps(s.v); }
+template <int BITS>
+inline Sums<BITS> begin_sums(int32_t x) { return {_mm256_set1_epi32(x)}; }
+template <int BITS>
+inline Sums<BITS> operator+(Sums<BITS> a, Sums<BITS> b) { return {_mm256_add_epi32(a.v, b.v)}; }
+template <int BITS>
+inline Lanes to_lanes(Sums<BITS> s) { return _mm256_cvtepi32_ps(s.v); }
 
-inline __m256i dot_words(__m256i sum, __m256i a, __m256i b) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return _mm256_dpwssd_epi32(sum, a, b);
-#elif defined(__AVXVNNI__)
-  return _mm256_dpwssd_avx_epi32(sum, a, b);
+#if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
+#define MINIVLLM_BLOCKS_VNNI 1
+#endif
+
+// What is still to be taken from each code: a group's sums begin with so many times the inputs' sum, and it takes no
+// instruction of its own. Values of 8 bits with a sign are kept as they are where a sum of two products would not fit.
+template <BlockKind K, int BITS>
+constexpr bool WITH_SIGN =
+#ifdef MINIVLLM_BLOCKS_VNNI
+    false;
 #else
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+    BITS == 8 && (format_of(K).is_signed || format_of(K).table);
+#endif
+template <BlockKind K, int BITS>
+constexpr int OFFSET = WITH_SIGN<K, BITS> ? 0 : BITS == 8 && format_of(K).is_signed ? 128 : format_of(K).offset;
+
+template <BlockKind K, int BITS>
+inline __attribute__((always_inline)) __m256i multiply_add(__m256i sum, __m256i codes, __m256i q) {
+#ifdef MINIVLLM_BLOCKS_VNNI
+#ifdef __AVX512VNNI__
+  return BITS == 8 ? _mm256_dpbusd_epi32(sum, codes, q) : _mm256_dpwssd_epi32(sum, codes, q);
+#else
+  return BITS == 8 ? _mm256_dpbusd_avx_epi32(sum, codes, q) : _mm256_dpwssd_avx_epi32(sum, codes, q);
+#endif
+#else
+  if constexpr (BITS == 8) {
+    const __m256i size = WITH_SIGN<K, BITS> ? _mm256_abs_epi8(codes) : codes;
+    const __m256i two = _mm256_maddubs_epi16(size, WITH_SIGN<K, BITS> ? _mm256_sign_epi8(q, codes) : q);
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(two, _mm256_set1_epi16(1)));
+  } else {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(codes, q));
+  }
   asm("" : "+x"(sum));  // else GCC adds products in another order, for which it has too few registers
   return sum;
 #endif
@@ -257,81 +309,88 @@ inline __m256i dot_words(__m256i sum, __m256i a, __m256i b) {
 
 inline __m256i shifted_left(__m256i x, int bits) { return bits > 0 ? _mm256_slli_epi16(x, bits) : _mm256_srli_epi16(x, -bits); }
 
-// Pair i of block j of 8 inputs of a unit.
-template <BlockKind K>
-inline __attribute__((always_inline)) __m256i widen_pair(const uint8_t* unit, int j, int i) {
+// Part i of block j of 8 inputs of a unit: shifts do not mind that a word has two bytes, masks clear what comes across.
+template <BlockKind K, int BITS>
+inline __attribute__((always_inline)) __m256i widen_part(const uint8_t* unit, int j, int i) {
   constexpr Format F = format_of(K);
   constexpr int WIDE = wide_plane(F.bits), NARROW = narrow_plane(F.bits);
   auto load = [](const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
+  auto mask = [](int bits) { return BITS == 8 ? _mm256_set1_epi8(bits) : _mm256_set1_epi16(bits); };
+  // Where the part's codes are: of the two in a byte of plane 4 the first or second, and of 16 bits in the low or high byte.
+  const int byte = BITS == 16 ? 8 * (i / 2) : 0;
+  __m256i part;
   if constexpr (WIDE == 8) {
-    const __m256i four = load(unit + 32 * (2 * j + i % 2));
-    return _mm256_srai_epi16(i < 2 ? _mm256_slli_epi16(four, 8) : four, 8);
+    part = load(unit + 32 * (2 * j + i % 2));
+    if constexpr (BITS == 16) return _mm256_srai_epi16(byte ? part : _mm256_slli_epi16(part, 8), 8);
+  } else {
+    const int at = byte + WIDE * (i % 2) + (WIDE == 2 ? 4 * (j % 2) : 0);
+    part = shifted_left(load(unit + 32 * (WIDE == 4 ? j : j / 2)), -at);
+    if (BITS == 8 || at + WIDE < 16) part = _mm256_and_si256(part, mask((1 << WIDE) - 1));
   }
-  const int at = WIDE == 4 ? 4 * i : 2 * (j % 2 * 4 + i);  // of the code in its word
-  __m256i pair = shifted_left(load(unit + 32 * (WIDE == 4 ? j : j / 2)), -at);
-  if (at + WIDE < 16) pair = _mm256_and_si256(pair, _mm256_set1_epi16((1 << WIDE) - 1));
   if constexpr (NARROW > 0) {
     const __m256i packed = load(unit + plane_bytes(WIDE) + (NARROW == 2 ? 32 * (j / 2) : 0));
-    const __m256i mask = _mm256_set1_epi16(((1 << NARROW) - 1) << WIDE);
-    const int more = NARROW == 2 ? 2 * (j % 2 * 4 + i) : 4 * j + i;
-    pair = _mm256_or_si256(pair, _mm256_and_si256(shifted_left(packed, WIDE - more), mask));
+    const int more = byte + NARROW * (i % 2) + (NARROW == 2 ? 4 * (j % 2) : 2 * j);
+    part = _mm256_or_si256(part, _mm256_and_si256(shifted_left(packed, WIDE - more), mask(((1 << NARROW) - 1) << WIDE)));
   }
   if constexpr (F.table) {
     const __m256i values = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(IQ4_VALUES)));
-    pair = _mm256_shuffle_epi8(values, pair);  // values[0] is 0
+    const __m256i taken = WITH_SIGN<K, BITS> ? _mm256_sub_epi8(values, _mm256_set1_epi8(127)) : values;
+    part = _mm256_shuffle_epi8(taken, part);  // IQ4_VALUES[0] is 0: high bytes of 16 bits stay 0
   }
-  return pair;
+  if constexpr (F.is_signed && !WITH_SIGN<K, BITS>) part = _mm256_xor_si256(part, _mm256_set1_epi8(char(128)));
+  return part;
 }
 
 // Block j of 8 inputs of a unit.
-template <BlockKind K>
-inline __attribute__((always_inline)) Codes widen(const uint8_t* unit, int j) {
-  Codes codes;
+template <BlockKind K, int BITS>
+inline __attribute__((always_inline)) Codes<BITS> widen(const uint8_t* unit, int j) {
+  Codes<BITS> codes;
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) codes.pairs[i] = widen_pair<K>(unit, j, i);
+  for (int i = 0; i < PARTS<BITS>; i++) codes.parts[i] = widen_part<K, BITS>(unit, j, i);
   return codes;
 }
 
-inline __m256i spread_pair(const int8_t* x, int i) {
-  int32_t pair;
-  std::memcpy(&pair, x + 4 * i, 4);
-  return _mm256_set1_epi32(pair);
+inline __m256i spread_part(const int8_t* x, int i) {
+  int32_t part;
+  std::memcpy(&part, x + 4 * i, 4);
+  return _mm256_set1_epi32(part);
 }
 
 // Sums of a block of 8 inputs, for one token; x: block j's part of q.
-inline __attribute__((always_inline)) Sums dot(Sums sum, const Codes& codes, const int8_t* x) {
+template <BlockKind K, int BITS>
+inline __attribute__((always_inline)) Sums<BITS> dot(Sums<BITS> sum, const Codes<BITS>& codes, const int8_t* x) {
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) sum.v = dot_words(sum.v, codes.pairs[i], spread_pair(x, i));
+  for (int i = 0; i < PARTS<BITS>; i++) sum.v = multiply_add<K, BITS>(sum.v, codes.parts[i], spread_part(x, i));
   return sum;
 }
 
-// The same with N tiles: each pair of inputs is spread once for all of them.
-template <BlockKind K, int N>
-inline __attribute__((always_inline)) void dot_tiles(Sums (&sums)[N], const uint8_t* const (&units)[N], int j,
+// The same with N tiles: each part of the inputs is spread once for all of them.
+template <BlockKind K, int BITS, int N>
+inline __attribute__((always_inline)) void dot_tiles(Sums<BITS> (&sums)[N], const uint8_t* const (&units)[N], int j,
                                                      const int8_t* x) {
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const __m256i spread = spread_pair(x, i);
+  for (int i = 0; i < PARTS<BITS>; i++) {
+    const __m256i spread = spread_part(x, i);
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) sums[n].v = dot_words(sums[n].v, widen_pair<K>(units[n], j, i), spread);
+    for (int n = 0; n < N; n++) sums[n].v = multiply_add<K, BITS>(sums[n].v, widen_part<K, BITS>(units[n], j, i), spread);
   }
 }
 
-// The same for T tokens and N tiles: each pair of inputs is spread once for all tiles, each pair of codes loaded once for
-// all tokens.
-template <int T, int N>
-inline __attribute__((always_inline)) void dots(Sums (&sums)[T][N], const Codes* const (&codes)[N],
+// The same for T tokens and N tiles: each part of the inputs is spread once for all tiles, each part of codes loaded once
+// for all tokens.
+template <BlockKind K, int BITS, int T, int N>
+inline __attribute__((always_inline)) void dots(Sums<BITS> (&sums)[T][N], const Codes<BITS>* const (&codes)[N],
                                                 const int8_t* const (&x)[T]) {
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < PARTS<BITS>; i++) {
     __m256i w[N];
 #pragma GCC unroll 2
-    for (int n = 0; n < N; n++) w[n] = codes[n]->pairs[i];
+    for (int n = 0; n < N; n++) w[n] = codes[n]->parts[i];
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++) {
-      const __m256i spread = spread_pair(x[t], i);
+      const __m256i spread = spread_part(x[t], i);
 #pragma GCC unroll 2
-      for (int n = 0; n < N; n++) sums[t][n].v = dot_words(sums[t][n].v, w[n], spread);
+      for (int n = 0; n < N; n++) sums[t][n].v = multiply_add<K, BITS>(sums[t][n].v, w[n], spread);
     }
   }
 }
@@ -343,16 +402,25 @@ inline void ask_for(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char
 struct Lanes {
   float32x4_t v[2];
 };
+template <int BITS>
 struct Codes {
-  int8x16_t quads[2][2];  // [outputs 0-3, 4-7][inputs 0, 2, 4, 6; 1, 3, 5, 7] or, with i8mm, [..][2 outputs x 8 inputs]
+  // [outputs 0-3, 4-7][inputs 0, 2, 4, 6; 1, 3, 5, 7] or, of 16 bits with i8mm, [..][2 outputs x 8 inputs]
+  int8x16_t quads[2][2];
 };
-struct Sums {
+template <int BITS>
+struct Sums;
+template <>
+struct Sums<16> {
 #ifdef __ARM_FEATURE_MATMUL_INT8
   int32x4_t v[4];  // of two outputs: high, low, high, low
 #else
   int32x4_t high[2], low[2];
 #endif
   int32_t begin;
+};
+template <>
+struct Sums<8> {
+  int32x4_t v[2];
 };
 
 inline Lanes load_lanes(const float* p) { return {{vld1q_f32(p), vld1q_f32(p + 4)}}; }
@@ -376,18 +444,27 @@ inline Lanes bytes(const uint8_t* p, bool is_signed, int shift, int mask) {
   return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_high_s16(wide))}};
 }
 
-inline Sums begin_sums(int32_t x) {
-  Sums s;
-  const int32x4_t zero = vdupq_n_s32(0);
+template <int BITS>
+inline Sums<BITS> begin_sums(int32_t x) {
+  Sums<BITS> s;
+  if constexpr (BITS == 8) {
+    s.v[0] = s.v[1] = vdupq_n_s32(x);
+  } else {
+    const int32x4_t zero = vdupq_n_s32(0);
 #ifdef __ARM_FEATURE_MATMUL_INT8
-  for (auto& v : s.v) v = zero;
+    for (auto& v : s.v) v = zero;
 #else
-  for (int h = 0; h < 2; h++) s.high[h] = s.low[h] = zero;
+    for (int h = 0; h < 2; h++) s.high[h] = s.low[h] = zero;
 #endif
-  s.begin = x;
+    s.begin = x;
+  }
   return s;
 }
-inline Sums operator+(Sums a, const Sums& b) {
+inline Sums<8> operator+(Sums<8> a, const Sums<8>& b) {
+  for (int h = 0; h < 2; h++) a.v[h] = vaddq_s32(a.v[h], b.v[h]);
+  return a;
+}
+inline Sums<16> operator+(Sums<16> a, const Sums<16>& b) {
 #ifdef __ARM_FEATURE_MATMUL_INT8
   for (int i = 0; i < 4; i++) a.v[i] = vaddq_s32(a.v[i], b.v[i]);
 #else
@@ -396,7 +473,8 @@ inline Sums operator+(Sums a, const Sums& b) {
   a.begin += b.begin;
   return a;
 }
-inline Lanes to_lanes(const Sums& s) {
+inline Lanes to_lanes(const Sums<8>& s) { return {{vcvtq_f32_s32(s.v[0]), vcvtq_f32_s32(s.v[1])}}; }
+inline Lanes to_lanes(const Sums<16>& s) {
   Lanes to;
   for (int h = 0; h < 2; h++) {
 #ifdef __ARM_FEATURE_MATMUL_INT8
@@ -410,8 +488,12 @@ inline Lanes to_lanes(const Sums& s) {
   return to;
 }
 
-template <BlockKind K>
-inline __attribute__((always_inline)) Codes widen(const uint8_t* unit, int j) {
+// What is still to be taken from each code: a table's values have their sign.
+template <BlockKind K, int BITS>
+constexpr int OFFSET = format_of(K).table ? 0 : format_of(K).offset;
+
+template <BlockKind K, int BITS>
+inline __attribute__((always_inline)) Codes<BITS> widen(const uint8_t* unit, int j) {
   constexpr Format F = format_of(K);
   constexpr int WIDE = wide_plane(F.bits), NARROW = narrow_plane(F.bits);
   uint8x16_t found[2][2];
@@ -440,29 +522,37 @@ inline __attribute__((always_inline)) Codes widen(const uint8_t* unit, int j) {
       for (int e = 0; e < 2; e++) found[h][e] = vqtbl1q_u8(values, found[h][e]);
     }
   }
-  Codes codes;
+  Codes<BITS> codes;
   for (int h = 0; h < 2; h++) {
-#ifdef __ARM_FEATURE_MATMUL_INT8
-    const uint32x4_t even = vreinterpretq_u32_u8(found[h][0]), odd = vreinterpretq_u32_u8(found[h][1]);
-    codes.quads[h][0] = vreinterpretq_s8_u32(vzip1q_u32(even, odd));
-    codes.quads[h][1] = vreinterpretq_s8_u32(vzip2q_u32(even, odd));
-#else
     for (int e = 0; e < 2; e++) codes.quads[h][e] = vreinterpretq_s8_u8(found[h][e]);
+#ifdef __ARM_FEATURE_MATMUL_INT8
+    if constexpr (BITS == 16) {
+      const uint32x4_t even = vreinterpretq_u32_u8(found[h][0]), odd = vreinterpretq_u32_u8(found[h][1]);
+      codes.quads[h][0] = vreinterpretq_s8_u32(vzip1q_u32(even, odd));
+      codes.quads[h][1] = vreinterpretq_s8_u32(vzip2q_u32(even, odd));
+    }
 #endif
   }
   return codes;
 }
 
-inline __attribute__((always_inline)) Sums dot(Sums sum, const Codes& codes, const int8_t* x) {
-  const int8x16_t q = vld1q_s8(x);
+template <BlockKind K, int BITS>
+inline __attribute__((always_inline)) Sums<BITS> dot(Sums<BITS> sum, const Codes<BITS>& codes, const int8_t* x) {
+  if constexpr (BITS == 8) {
+    const int8x8_t q = vld1_s8(x);
+    for (int h = 0; h < 2; h++)
+      sum.v[h] = vdotq_lane_s32(vdotq_lane_s32(sum.v[h], codes.quads[h][0], q, 0), codes.quads[h][1], q, 1);
+  } else {
+    const int8x16_t q = vld1q_s8(x);
 #ifdef __ARM_FEATURE_MATMUL_INT8
-  for (int i = 0; i < 4; i++) sum.v[i] = vmmlaq_s32(sum.v[i], codes.quads[i / 2][i % 2], q);
+    for (int i = 0; i < 4; i++) sum.v[i] = vmmlaq_s32(sum.v[i], codes.quads[i / 2][i % 2], q);
 #else
-  for (int h = 0; h < 2; h++) {
-    sum.high[h] = vdotq_laneq_s32(vdotq_laneq_s32(sum.high[h], codes.quads[h][0], q, 0), codes.quads[h][1], q, 1);
-    sum.low[h] = vdotq_laneq_s32(vdotq_laneq_s32(sum.low[h], codes.quads[h][0], q, 2), codes.quads[h][1], q, 3);
-  }
+    for (int h = 0; h < 2; h++) {
+      sum.high[h] = vdotq_laneq_s32(vdotq_laneq_s32(sum.high[h], codes.quads[h][0], q, 0), codes.quads[h][1], q, 1);
+      sum.low[h] = vdotq_laneq_s32(vdotq_laneq_s32(sum.low[h], codes.quads[h][0], q, 2), codes.quads[h][1], q, 3);
+    }
 #endif
+  }
   return sum;
 }
 
@@ -473,9 +563,11 @@ inline void ask_for(const uint8_t* p) { __builtin_prefetch(p); }
 struct Lanes {
   float v[OUTPUTS];
 };
+template <int BITS>
 struct Codes {
   int16_t pairs[4][OUTPUTS][2];
 };
+template <int BITS>
 struct Sums {
   int32_t v[OUTPUTS];
 };
@@ -507,24 +599,31 @@ inline Lanes halves(const uint8_t* p) {
 inline Lanes bytes(const uint8_t* p, bool is_signed, int shift, int mask) {
   return each_lane([&](int n) { return float(is_signed ? int8_t(p[n]) : p[n] >> shift & mask); });
 }
-inline Sums begin_sums(int32_t x) {
-  Sums s;
+template <int BITS>
+inline Sums<BITS> begin_sums(int32_t x) {
+  Sums<BITS> s;
   for (int n = 0; n < OUTPUTS; n++) s.v[n] = x;
   return s;
 }
-inline Sums operator+(Sums a, const Sums& b) {
+template <int BITS>
+inline Sums<BITS> operator+(Sums<BITS> a, const Sums<BITS>& b) {
   for (int n = 0; n < OUTPUTS; n++) a.v[n] += b.v[n];
   return a;
 }
-inline Lanes to_lanes(const Sums& s) {
+template <int BITS>
+inline Lanes to_lanes(const Sums<BITS>& s) {
   return each_lane([&](int n) { return float(s.v[n]); });
 }
 
-template <BlockKind K>
-inline Codes widen(const uint8_t* unit, int j) {
+// What is still to be taken from each code.
+template <BlockKind K, int BITS>
+constexpr int OFFSET = format_of(K).offset;
+
+template <BlockKind K, int BITS>
+inline Codes<BITS> widen(const uint8_t* unit, int j) {
   constexpr Format F = format_of(K);
   constexpr int WIDE = wide_plane(F.bits), NARROW = narrow_plane(F.bits);
-  Codes codes;
+  Codes<BITS> codes;
   for (int n = 0; n < OUTPUTS; n++)
     for (int r = 0; r < 8; r++) {
       const int i = 8 * j + r, at = place(WIDE, n, i);
@@ -538,11 +637,12 @@ inline Codes widen(const uint8_t* unit, int j) {
   return codes;
 }
 
-inline Sums dot(Sums sum, const Codes& codes, const int8_t* x) {
-  const int16_t* words = reinterpret_cast<const int16_t*>(x);
+template <BlockKind K, int BITS>
+inline Sums<BITS> dot(Sums<BITS> sum, const Codes<BITS>& codes, const int8_t* x) {
+  const auto* q = reinterpret_cast<const Integer<BITS>*>(x);
   for (int i = 0; i < 4; i++)
     for (int n = 0; n < OUTPUTS; n++)
-      sum.v[n] += codes.pairs[i][n][0] * words[2 * i] + codes.pairs[i][n][1] * words[2 * i + 1];
+      sum.v[n] += codes.pairs[i][n][0] * q[2 * i] + codes.pairs[i][n][1] * q[2 * i + 1];
   return sum;
 }
 
@@ -554,30 +654,21 @@ inline void ask_for(const uint8_t*) {}
 inline void keep_in_order() { asm volatile("" ::: "memory"); }
 
 #ifndef MINIVLLM_BLOCKS_X86
-template <BlockKind K, int N>
-inline __attribute__((always_inline)) void dot_tiles(Sums (&sums)[N], const uint8_t* const (&units)[N], int j,
+template <BlockKind K, int BITS, int N>
+inline __attribute__((always_inline)) void dot_tiles(Sums<BITS> (&sums)[N], const uint8_t* const (&units)[N], int j,
                                                      const int8_t* x) {
 #pragma GCC unroll 4
-  for (int n = 0; n < N; n++) sums[n] = dot(sums[n], widen<K>(units[n], j), x);
+  for (int n = 0; n < N; n++) sums[n] = dot<K, BITS>(sums[n], widen<K, BITS>(units[n], j), x);
 }
 
-template <int T, int N>
-inline __attribute__((always_inline)) void dots(Sums (&sums)[T][N], const Codes* const (&codes)[N],
+template <BlockKind K, int BITS, int T, int N>
+inline __attribute__((always_inline)) void dots(Sums<BITS> (&sums)[T][N], const Codes<BITS>* const (&codes)[N],
                                                 const int8_t* const (&x)[T]) {
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++)
 #pragma GCC unroll 2
-    for (int n = 0; n < N; n++) sums[t][n] = dot(sums[t][n], *codes[n], x[t]);
+    for (int n = 0; n < N; n++) sums[t][n] = dot<K, BITS>(sums[t][n], *codes[n], x[t]);
 }
-#endif
-
-// What is still to be taken from each code: a group's sums begin with so many times the inputs' sum, and it takes no
-// instruction of its own.
-template <BlockKind K>
-#ifdef MINIVLLM_BLOCKS_ARM  // a table's values have their sign there
-constexpr int OFFSET = format_of(K).table ? 0 : format_of(K).offset;
-#else
-constexpr int OFFSET = format_of(K).offset;
 #endif
 
 // What is the same for all tokens of a group of a block.

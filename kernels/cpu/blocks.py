@@ -25,6 +25,7 @@ SIZES = {
 }
 KINDS = tuple(SIZES)
 DTYPES = (torch.bfloat16, torch.float32)
+ACTIVATION_BITS = (16, 8)  # of the integers that inputs become
 UNITS = ("plain loops", "AVX2", "AVX-VNNI in 256 bits", "ARM's dot product", "ARM's int8 matrix product")
 
 
@@ -51,6 +52,7 @@ class _Matrix(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("outputs", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
+        ("bits", ctypes.c_int64),
     )
 
 
@@ -93,22 +95,27 @@ def _address(function: Any) -> int:
 
 class BlockMatrix:
     """y = x W^T + b, W [n_out, n_in] made of `parts` one above the other, whose kinds may differ. It keeps a copy of
-    its own, so that what it was given may be dropped. bias: [n_out], or None."""
+    its own, so that what it was given may be dropped. bias: [n_out], or None.
+
+    Inputs become integers, with a scale for each 32 of them: with activation_bits of 16 an input errs by at most 2^-15
+    of the largest of the 32, with 8 by 2^-8. llama.cpp has 8, with a scale for 32 or, beside K-quants, for 256.
+    """
 
     traceable = False  # it holds addresses
 
-    def __init__(self, parts: Sequence[Blocks], n_in: int, bias: Tensor | None = None):
+    def __init__(self, parts: Sequence[Blocks], n_in: int, bias: Tensor | None = None, activation_bits: int = 16):
+        assert activation_bits in ACTIVATION_BITS, activation_bits
         assert all(part.n_in == n_in and n_in % SIZES[part.kind][0] == 0 for part in parts), (n_in, parts)
         self.n_in, self.n_out = n_in, sum(len(part.rows) for part in parts)
         self.kinds = tuple(part.kind for part in parts)
         self._tiles = [_pack(part) for part in parts]
-        multiply = [_address(_library_of(part.kind).minivllm_kind_multiply) for part in parts]
+        multiply = [_address(getattr(_library_of(p.kind), f"minivllm_kind_multiply_{activation_bits}")) for p in parts]
         self._parts = (_Part * len(parts))(
             *(_Part(t.data_ptr(), at, len(p.rows)) for t, at, p in zip(self._tiles, multiply, parts, strict=True))
         )
         self.bias = None if bias is None else bias.float().contiguous()
         bias_at = None if bias is None else self.bias.data_ptr()
-        self._matrix = _Matrix(ctypes.addressof(self._parts), len(parts), bias_at, self.n_out, n_in)
+        self._matrix = _Matrix(ctypes.addressof(self._parts), len(parts), bias_at, self.n_out, n_in, activation_bits)
         self.address = ctypes.addressof(self._matrix)
         self._linear, self._parallel = _library().minivllm_blocks_linear, build.torch_parallel()
 
@@ -119,8 +126,7 @@ class BlockMatrix:
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         """x [T, n_in] in bf16 or fp32 -> [T, n_out] in out_dtype (bf16 or fp32; x's).
 
-        x is rounded to integers of 15 bits, with a scale for each 32 inputs: it errs by at most 2^-15 of the largest of
-        them. A row of the result depends on its row of x alone, bit for bit.
+        A row of the result depends on its row of x alone, bit for bit.
         """
         x = x.contiguous()
         out_dtype = out_dtype or x.dtype

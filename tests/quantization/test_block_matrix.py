@@ -7,11 +7,11 @@ import torch
 from block_kinds import oracle, random_blocks
 
 from minivllm.kernels.cpu import blocks as kernels
-from minivllm.kernels.cpu.blocks import KINDS, SIZES, BlockMatrix, dequantise, look_up
+from minivllm.kernels.cpu.blocks import ACTIVATION_BITS, KINDS, SIZES, BlockMatrix, dequantise, look_up
 
 pytestmark = pytest.mark.skipif(kernels.unsupported_reason() is not None, reason=str(kernels.unsupported_reason()))
 
-LARGEST = 127 * 128  # what the largest of 32 inputs becomes as an integer (block_tiles.h)
+LARGEST = {16: 127 * 128, 8: 127}  # what the largest of 32 inputs becomes as an integer (block_tiles.h)
 UNIT = 32
 
 
@@ -19,10 +19,10 @@ def n_in_of(kind: str) -> int:
     return 3 * 256 if SIZES[kind][0] == 256 else 11 * 32  # neither is a multiple of what is widened at a time
 
 
-def bound(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def bound(x: torch.Tensor, weight: torch.Tensor, bits: int = 16) -> torch.Tensor:
     """[T, rows]: how far a product may be from the exact one. An input is rounded by half of its unit's largest /
     LARGEST; a unit's two terms (codes, minimum) are rounded to fp32 some four times each and added in fp32."""
-    units = x.double().abs().unflatten(1, (-1, UNIT)).amax(-1) / LARGEST / 2  # [T, units]
+    units = x.double().abs().unflatten(1, (-1, UNIT)).amax(-1) / LARGEST[bits] / 2  # [T, units]
     rounded = units @ weight.double().abs().unflatten(1, (-1, UNIT)).sum(-1).T
     # Codes and minima are up to 16 times as large as the weight that they make, and cancel.
     size = x.double().abs() @ weight.double().abs().T
@@ -39,20 +39,37 @@ def test_rows_are_what_ggufs_decoder_gives_bit_for_bit(kind):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 7, 12, 300])
+@pytest.mark.parametrize("bits", ACTIVATION_BITS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_exact_but_for_the_rounding_of_inputs(kind, num_tokens):
+def test_products_are_exact_but_for_the_rounding_of_inputs(kind, bits, num_tokens):
     blocks = random_blocks(kind, 45, n_in_of(kind))
     x = torch.randn(num_tokens, n_in_of(kind), generator=torch.Generator().manual_seed(num_tokens))
     x[:, 5] *= 1000  # an outlier, as models have them: it makes its own unit's inputs coarse, and no other's
     exact = x.double() @ oracle(blocks).double().T
-    error = (BlockMatrix([blocks], blocks.n_in)(x).double() - exact).abs()
-    assert (error <= bound(x, oracle(blocks))).all(), (error / bound(x, oracle(blocks))).max()
+    error = (BlockMatrix([blocks], blocks.n_in, activation_bits=bits)(x).double() - exact).abs()
+    assert (error <= bound(x, oracle(blocks), bits)).all(), (error / bound(x, oracle(blocks), bits)).max()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(kind):
+def test_integers_of_8_bits_meet_every_code_exactly(kind):
+    """Inputs that are such integers already, the largest ones too, whose products an instruction of 16 bits could not
+    hold: nothing is rounded but sums."""
+    blocks = random_blocks(kind, 45, n_in_of(kind))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-127, 128, (9, n_in_of(kind)), generator=generator).float()
+    x[:2] = torch.tensor([[127.0], [-127.0]])
+    x[:, ::UNIT] = 127.0
+    exact = x.double() @ oracle(blocks).double().T
+    error = (BlockMatrix([blocks], blocks.n_in, activation_bits=8)(x).double() - exact).abs()
+    size = x.double().abs() @ oracle(blocks).double().abs().T
+    assert (error <= 16 * (8 + x.shape[1] / UNIT) * 2**-24 * size).all()
+
+
+@pytest.mark.parametrize("bits", ACTIVATION_BITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(kind, bits):
     """A scheduling decision may change timing, never output: one token at a time, a few, and many, in every place."""
-    matrix = BlockMatrix([random_blocks(kind, 45, n_in_of(kind))], n_in_of(kind))
+    matrix = BlockMatrix([random_blocks(kind, 45, n_in_of(kind))], n_in_of(kind), activation_bits=bits)
     x = torch.randn(700, n_in_of(kind), generator=torch.Generator().manual_seed(0))
     together = matrix(x)
     for size in (1, 2, 3, 4, 5, 6, 7, 64):
@@ -79,9 +96,11 @@ def test_bfloat16_goes_in_and_out_with_one_rounding():
     assert torch.equal(matrix(x, torch.float32), matrix(x.float()))
 
 
+@pytest.mark.parametrize("bits", ACTIVATION_BITS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_a_number_stays_none_and_in_its_row(value):
-    matrix, x = BlockMatrix([random_blocks("Q6_K", 16, 256)], 256), torch.randn(8, 256)
+def test_what_is_not_a_number_stays_none_and_in_its_row(value, bits):
+    blocks, x = random_blocks("Q6_K", 16, 256), torch.randn(8, 256)
+    matrix = BlockMatrix([blocks], 256, activation_bits=bits)
     clean = matrix(x)
     x[3, 77] = value
     y = matrix(x)
@@ -89,9 +108,10 @@ def test_what_is_not_a_number_stays_none_and_in_its_row(value):
     assert torch.equal(torch.cat((y[:3], y[4:])), torch.cat((clean[:3], clean[4:])))
 
 
-def test_zeros_and_tiny_inputs_give_zero_or_less_than_they_could():
+@pytest.mark.parametrize("bits", ACTIVATION_BITS)
+def test_zeros_and_tiny_inputs_give_zero_or_less_than_they_could(bits):
     blocks = random_blocks("Q8_0", 16, 64)
-    matrix = BlockMatrix([blocks], 64)
+    matrix = BlockMatrix([blocks], 64, activation_bits=bits)
     assert torch.equal(matrix(torch.zeros(3, 64)), torch.zeros(3, 16))
     tiny = torch.full((1, 64), 1e-38)
     assert matrix(tiny).isfinite().all() and matrix(tiny).abs().max() <= 64 * 1e-38 * oracle(blocks).abs().max()

@@ -27,6 +27,8 @@ int main(int argc, char** argv) {
   const int cases = num_cases(argc, argv);
   double worst = 0;
   for (int c = 0; c < cases; c++) {
+    const int bits = draw(0, 1) ? 16 : 8;
+    const float most = largest_q(bits);
     const int64_t outputs = draw(1, 40), inputs = FORMAT.block * draw(1, FORMAT.block == 32 ? 11 : 2), tokens = draw(0, 15);
     const std::vector<uint8_t> raw = random_rows(outputs, inputs);
     std::vector<uint8_t> tiles(minivllm_kind_packed_bytes(outputs, inputs));
@@ -40,10 +42,10 @@ int main(int argc, char** argv) {
     std::vector<float> bias(draw(0, 1) ? outputs : 0);
     for (float& b : bias) b = normal();
     // Two parts, one above the other, of the same rows.
-    const minivllm_blocks_part part{tiles.data(), minivllm_kind_multiply, outputs}, parts[]{part, part};
+    const minivllm_blocks_part part{tiles.data(), bits == 8 ? minivllm_kind_multiply_8 : minivllm_kind_multiply_16, outputs}, parts[]{part, part};
     std::vector<float> twice(bias);
     twice.insert(twice.end(), bias.begin(), bias.end());
-    const minivllm_blocks matrix{parts, 2, twice.empty() ? nullptr : twice.data(), 2 * outputs, inputs};
+    const minivllm_blocks matrix{parts, 2, twice.empty() ? nullptr : twice.data(), 2 * outputs, inputs, bits};
     Values x(draw(0, 1), tokens * inputs);
     x.fill_normal();
     Values y(false, tokens * 2 * outputs), narrow(true, tokens * 2 * outputs), alone(false, 2 * outputs);
@@ -59,9 +61,9 @@ int main(int argc, char** argv) {
         for (int64_t first = 0; first < inputs; first += UNIT) {
           float largest = 0;
           for (int64_t i = first; i < first + UNIT; i++) largest = std::max(largest, std::fabs(x.get(t * inputs + i)));
-          const float inverse = LARGEST_Q / largest;
+          const float inverse = most / largest;
           for (int64_t i = first; i < first + UNIT; i++) {
-            const double q = std::nearbyint(x.get(t * inputs + i) * inverse) * double(largest / LARGEST_Q);
+            const double q = std::nearbyint(x.get(t * inputs + i) * inverse) * double(largest / most);
             const double weight = w[n % outputs * inputs + i];
             wanted += q * weight;
             size += std::fabs(q * weight);
