@@ -29,6 +29,9 @@ NUM_CLIENTS = 64
 LEAD_SECONDS = 0.05  # from the decision to begin to the first arrival
 LONGEST_ERROR = 300  # characters
 STOP_SECONDS = 20
+# Unused for so long, a connection is not used again: well before servers close it (uvicorn, and so vLLM, after 5). A
+# request that is sent just as they do is lost, and httpx, which would wait as long as they, sends no request again.
+IDLE_SECONDS = 2.0
 
 
 class Wanted(NamedTuple):
@@ -115,7 +118,7 @@ async def connected(url: str, api_key: str | None, timeout: float) -> AsyncItera
     options: dict[str, Any] = {
         "base_url": url,
         "headers": {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {}),
-        "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_SECONDS),
         "timeout": timeout,
         "trust_env": False,
         "verify": httpx.create_ssl_context(),

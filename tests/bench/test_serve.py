@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import uvicorn
 from eventually import ATTEMPTS, once_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -63,6 +64,14 @@ def offer(url, times):
             return await http_load.offer(clients, "/", [http_load.Wanted(t, b"{}") for t in times])
 
     return asyncio.run(run())
+
+
+def test_a_connection_is_given_up_long_before_the_server_closes_it():
+    async def idle() -> float:
+        async with http_load.connected("http://127.0.0.1:9", None, 10) as clients:
+            return clients.turn()._transport._pool._keepalive_expiry
+
+    assert asyncio.run(idle()) < uvicorn.Config("").timeout_keep_alive / 2
 
 
 def test_requests_are_sent_on_time_though_the_server_is_behind_and_waiting_counts(slow_server):
