@@ -26,6 +26,7 @@ FORMS = {
     "auto": {},  # as the engine starts on this machine
     "bf16": {**BF16, "model.quantization": "none"},
     "kept": {**BF16, "model.dense_copy": False},  # the checkpoint's own codes, where it has some
+    "kept8": {**BF16, "model.dense_copy": False, "quantization.activation_bits": 8},  # and its inputs in 8 bits
     "int8": {**BF16, "model.quantization": "int8", "model.dense_copy": False},
     "int4": {**BF16, "model.quantization": "int4", "model.dense_copy": False},
 }

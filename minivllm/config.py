@@ -41,6 +41,12 @@ class ModelConfig(Section, frozen=True):
     seed: int = 0  # of dummy weights and of requests that bring no seed
 
 
+class QuantizationConfig(Section, frozen=True):
+    """Of products with packed weights; which weights are packed says model.quantization."""
+
+    activation_bits: Literal["auto", 8, 16] = "auto"  # of the integers that their inputs become on a CPU
+
+
 class KVConfig(Section, frozen=True):
     block_size: int = 16  # tokens a block
     dtype: Literal["auto", "float16", "int8", "float8_e4m3fn"] = "auto"  # auto: the model's
@@ -133,6 +139,7 @@ class EngineConfig(Section, frozen=True):
 
     preset: str = "v1"
     model: ModelConfig = ModelConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
     kv: KVConfig = KVConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runner: RunnerConfig = RunnerConfig()
@@ -363,7 +370,7 @@ def _in_words(message: str, tree: Mapping[str, Any]) -> str:
     if name not in kinds:  # inside of a value that is a table or a list
         return message
     kind = what.replace("`", "").removeprefix("Expected ").partition(", got")[0]
-    allowed = "one of " + ", ".join(get_args(kinds[name])) if get_origin(kinds[name]) is Literal else kind
+    allowed = "one of " + ", ".join(map(str, get_args(kinds[name]))) if get_origin(kinds[name]) is Literal else kind
     return f'{section}.{name} must be {allowed}, got "{tree[section][name]}"'
 
 

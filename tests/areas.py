@@ -82,6 +82,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "conformance": (
         *(*_ENGINE, "minivllm/matrix.py", "minivllm/matrix.json", "minivllm/serve/"),
         *("tests/fakes.py", "tests/lora/", "tests/grammar_driver.py", "tests/json_schemas.py", "tests/tolerances.py"),
+        "tests/loading/gguf_fixture.py",
     ),
     "chapters": (
         *(*_ENGINE, "bench/", "chapters/", "minivllm/cli/", "minivllm/serve/", "minivllm/simulate/"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,16 @@ from minivllm.models.checkpoint import check_shape, is_part, load_tensors
 from minivllm.parallel.group import ONE_DEVICE, Ranks
 from minivllm.quantization import rowwise
 from minivllm.quantization.gguf import GGUFFormat
-from minivllm.quantization.select import HEAD, Choice, Quantised, choose, install, look_up_in_blocks
+from minivllm.quantization.select import (
+    HEAD,
+    Choice,
+    Quantised,
+    choose,
+    install,
+    look_up_in_blocks,
+    refuse_activation_bits,
+    rounding,
+)
 
 if TYPE_CHECKING:
     from minivllm.kernels.dispatch import Dispatch
@@ -39,6 +48,7 @@ class LoadedModel:
     linear: tuple[str, str]  # how linear layers store their weights, and why
     seconds: dict[str, float]  # fetch, convert, tokenizer, allocate, weights, finish, total
     network: tuple[str, str] | None = None  # whose code it is, and why, if that is not a file of ours
+    activation_bits: tuple[int, str] | None = None  # to which packed weights' inputs are rounded, and why; if they are
     quantised: Quantised | None = None  # what is packed; the limits between two forms are the worker's to settle
 
 
@@ -56,12 +66,14 @@ def load_model(
     invariant: bool = False,
     ranks: Ranks = ONE_DEVICE,
     network: str = "auto",
+    activation_bits: int | Literal["auto"] = "auto",
 ) -> LoadedModel:
     """Find, fetch and convert if needed, then load. `seed` is of a dummy's weights; quantization, dense_copy and
     invariant are those of the model's section; kernels: of the engine, None: no Triton kernel is asked for;
     dtype_asked: the user named the dtype, who then gets in fp32 what a GGUF file's weights mean exactly, and not
-    integer products with them; ranks: which part of the model is loaded, and its weights alone are read; network: whose
-    code it is. Raises ModelError, and ConfigError for a quantization, or a placement of this model, that cannot be.
+    integer products with them, unless activation_bits says of how many bits; ranks: which part of the model is loaded,
+    and its weights alone are read; network: whose code it is. Raises ModelError, and ConfigError for a quantization, or
+    a placement of this model, that cannot be.
 
     For models that generate; an engine that pools calls resolve and load."""
     start = time.perf_counter()
@@ -69,7 +81,8 @@ def load_model(
     if files.spec.architecture in ENCODERS or not files.spec.has_head:
         what = "" if files.spec.architecture in ENCODERS else " without its LM head"
         raise ModelError(f"{path}: a {files.spec.architecture}{what} reads texts and cannot generate any")
-    loaded = load(files, dtype, device, seed, quantization, dense_copy, kernels, dtype_asked, invariant, ranks)
+    how = (quantization, dense_copy, kernels, dtype_asked, invariant, ranks, activation_bits)
+    loaded = load(files, dtype, device, seed, *how)
     loaded.seconds["total"] = time.perf_counter() - start
     return loaded
 
@@ -85,9 +98,11 @@ def load(
     dtype_asked: bool = True,
     invariant: bool = False,
     ranks: Ranks = ONE_DEVICE,
+    activation_bits: int | Literal["auto"] = "auto",
 ) -> LoadedModel:
     device, seconds, spec = torch.device(device), dict(files.seconds), files.spec
-    choice = choose(quantization, device, dtype, files.is_gguf or files.format is not None, kernels, dtype_asked)
+    is_packed = files.is_gguf or files.format is not None
+    choice = choose(quantization, device, dtype, is_packed, kernels, dtype_asked, activation_bits)
     if files.format is not None:
         choice = choice._replace(reason=f"{files.format.name}: {choice.reason}")
     model = timed(seconds, "allocate", lambda: _allocate(spec, dtype, device, ranks))
@@ -111,11 +126,13 @@ def load(
         linear = ("dual" if quantised.is_dual else "packed", quantised.describe())
     elif choice.kind != "none":
         choice = Choice("none", f"no weight of this model is multiplied in 4 or 8 bits: {quantised.describe()}")
+        refuse_activation_bits(activation_bits, choice)
     if choice.kind != "none" and experts_of(model):
         kept = str(dtype).removeprefix("torch.")
         choice = choice._replace(reason=f"{choice.reason}; the matrices of experts are multiplied in {kept}")
     own_code = ("transformers", model.described) if spec.network == "transformers" else None
-    how = (choice[:2], linear, seconds, own_code, quantised if quantised.layers else None)
+    packed = (rounding(activation_bits, choice), quantised) if quantised.layers else (None, None)
+    how = (choice[:2], linear, seconds, own_code, *packed)
     return LoadedModel(model, model.spec, files.tokenizer_dir, files.name, files.source, *how)
 
 

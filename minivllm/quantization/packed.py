@@ -51,6 +51,7 @@ class Kernel(NamedTuple):
     bits: tuple[int, ...]  # to which it takes rounded weights
     copied: Callable[[Iterable[str], torch.dtype], bool]  # whether beside these kinds a dense copy is worth its memory
     looks_up: bool  # whether the embedding's rows are taken out of blocks
+    activation_bits: int | None = None  # to which it rounds the products' inputs; None: it does not
 
 
 def _in_vnni_form(kinds: Iterable[str], dtype: torch.dtype) -> bool:
@@ -63,6 +64,10 @@ def _matrix_on_cpu(parts: Sequence[Blocks], n_in: int, bias: Tensor | None, dtyp
     if _in_vnni_form((blocks.kind for blocks in parts), dtype) and (packed := PackedMatrix(parts, bias)).is_finite:
         return packed
     return BlockMatrix(parts, n_in, bias)
+
+
+def _matrix_of_8_bits(parts: Sequence[Blocks], n_in: int, bias: Tensor | None, dtype: torch.dtype) -> Any:
+    return BlockMatrix(parts, n_in, bias, activation_bits=8)
 
 
 def _exact_matrix(parts: Sequence[Blocks], n_in: int, bias: Tensor | None, dtype: torch.dtype) -> Any:
@@ -93,10 +98,12 @@ CPU = Kernel(
     bits=(4, 8),
     copied=_copied_on_cpu,
     looks_up=True,
+    activation_bits=16,
 )
+CPU_BY_BITS = {16: CPU, 8: CPU._replace(make=_matrix_of_8_bits, activation_bits=8)}
 # Of weights rounded to 4 or 8 bits where fp32 was asked for by name: plain loops, which round no input. So two ways to
 # compute the same differ by the order of sums alone, which is what the conformance tests compare.
-EXACT = CPU._replace(make=_exact_matrix)
+EXACT = CPU._replace(make=_exact_matrix, activation_bits=None)
 TRITON = Kernel(  # no dense copies: a GPU's memory is what packing is there to save
     takes=_four_bits, kinds=("Q4_0", "Q4_1"), make=_matrix_on_gpu, bits=(4,), copied=lambda *_: False, looks_up=False
 )

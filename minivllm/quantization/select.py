@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from minivllm.quantization.base import Format, Plain, Scheme
 from minivllm.quantization.formats import GROUP
 from minivllm.quantization.packed import (
     CPU,
+    CPU_BY_BITS,
     EXACT,
     NEVER,
     TRITON,
@@ -57,13 +58,44 @@ def choose(
     is_packed: bool,
     kernels: Dispatch | None = None,
     dtype_asked: bool = True,
+    activation_bits: int | Literal["auto"] = "auto",
 ) -> Choice:
     """is_packed: the checkpoint's matrices may be blocks, or become some unrounded. kernels: of the engine; None: no
     Triton kernel is asked for. dtype_asked: the dtype was asked for by name: fp32 then means the exact product with
-    de-quantised weights, and not only that the CPU has nothing narrower. Raises ConfigError for what cannot be."""
+    de-quantised weights, and not only that the CPU has nothing narrower, unless activation_bits asks for another.
+    Raises ConfigError for what cannot be."""
+    is_exact = dtype is torch.float32 and dtype_asked and activation_bits == "auto"
+    choice = _choose(asked, device, dtype, is_packed, kernels, is_exact)
+    if activation_bits == "auto":
+        return choice
+    refuse_activation_bits(activation_bits, choice)
+    return choice._replace(kernel=CPU_BY_BITS[activation_bits])
+
+
+def refuse_activation_bits(bits: int | Literal["auto"], choice: Choice) -> None:
+    """Raises ConfigError for bits that are asked for where nothing is rounded to any."""
+    why = choice.reason if choice.kind == "none" else "a GPU's kernel rounds no input"
+    if bits != "auto" and (choice.kind == "none" or choice.kernel.activation_bits is None):
+        raise ConfigError(
+            f"quantization.activation_bits={bits} is of packed weights on a CPU, and none is multiplied there: {why}"
+        )
+
+
+def rounding(asked: int | Literal["auto"], choice: Choice) -> tuple[int, str] | None:
+    """(bits, why) of the inputs of packed weights; None: they are not rounded."""
+    bits = choice.kernel.activation_bits
+    if bits is None:
+        return None
+    if asked == "auto":
+        return bits, "auto: no answer changes; 8 are faster in batches and prompts, and change some"
+    return bits, "as asked: inputs of packed weights, a scale for 32 of them"
+
+
+def _choose(
+    asked: str, device: torch.device, dtype: torch.dtype, is_packed: bool, kernels: Dispatch | None, is_exact: bool
+) -> Choice:
     if asked == "none":
         return Choice("none", "model.quantization=none")
-    is_exact = dtype is torch.float32 and dtype_asked
     is_wanted = asked in BITS or (is_packed and not is_exact)
     if is_wanted and kernels and kernels.uses("w4a16 linear", lambda device: proves_triton(device, dtype)):
         return _choose_on_gpu(asked)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
-from minivllm.features import CONFLICTS, FEATURES, Feature
+from minivllm.features import CONFLICTS, FEATURES, Conflict, Feature
 
 Config = dict[str, Any]  # dotted field -> option
 Option = tuple[str, Any]  # an axis and one of its options
@@ -32,14 +32,14 @@ def _allowed(feature: Feature, chosen: tuple[str, Any]) -> tuple[str, Any, bool]
     return feature.field, option, option == feature.default
 
 
-def all_pairs(axes: list[Feature]) -> list[Config]:
-    """A greedy cover: each configuration takes as many pairs not met yet as it can. Declared conflicts are left out."""
+def all_pairs(axes: list[Feature], conflicts: tuple[Conflict, ...] = CONFLICTS) -> list[Config]:
+    """A greedy cover: each configuration takes as many pairs not met yet as it can. Conflicts are left out."""
     pairs = {
         ((a.name, x), (b.name, y))
         for a, b in combinations(axes, 2)
         for x in a.options
         for y in b.options
-        if not in_conflict([(a.name, x), (b.name, y)])
+        if not in_conflict([(a.name, x), (b.name, y)], conflicts)
     }
     missing: dict[Option, set[Option]] = defaultdict(set)  # what each option has not met yet
     for first, second in pairs:
@@ -52,7 +52,9 @@ def all_pairs(axes: list[Feature]) -> list[Config]:
         chosen = {first, second}
         for axis in axes:
             if axis.name not in dict(chosen):
-                allowed = [(axis.name, o) for o in axis.options if not in_conflict([*chosen, (axis.name, o)])]
+                allowed = [
+                    (axis.name, o) for o in axis.options if not in_conflict([*chosen, (axis.name, o)], conflicts)
+                ]
                 chosen.add(max(allowed, key=lambda option: len(missing[option] & chosen)))
         for option in chosen:
             missing[option] -= chosen
@@ -60,9 +62,9 @@ def all_pairs(axes: list[Feature]) -> list[Config]:
     return configs
 
 
-def in_conflict(chosen: Iterable[Option]) -> bool:
+def in_conflict(chosen: Iterable[Option], conflicts: tuple[Conflict, ...] = CONFLICTS) -> bool:
     options = set(chosen)
-    return any(conflict.first in options and conflict.second in options for conflict in CONFLICTS)
+    return any(conflict.first in options and conflict.second in options for conflict in conflicts)
 
 
 def axes(*names: str) -> list[Feature]:

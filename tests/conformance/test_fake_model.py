@@ -18,6 +18,7 @@ DATA_PLANE = [
     "kv_dtype",
     "quantization",
     "dense_copy",
+    "activation_bits",
     "forward",
     "compile",
     "graphs",

@@ -28,6 +28,7 @@ FORMS = [
     {"model.dtype": "float32", "model.quantization": "int4"},
     {"model.dtype": "bfloat16", "model.quantization": "int8"},
     {"model.quantization": "int4"},  # the CPU's own dtype
+    {"model.quantization": "int4", "quantization.activation_bits": 8},
     {"kv.dtype": "float16", "model.dtype": "float32"},
     {"kv.dtype": "int8"},
 ]

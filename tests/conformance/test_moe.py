@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from conformance.cover import all_pairs, label
-from conformance.test_tiny_model import AXES, generate, skip_without_compiler
+from conformance.test_tiny_model import AXES, NOTHING_PACKED, assert_equal, generate, skip_without_compiler, wanted_of
 
-LAYERS = [axis for axis in AXES if axis.name in ("forward", "compile", "graphs", "quantization")]
+from minivllm.features import CONFLICTS
+
+NAMES = ("forward", "compile", "graphs", "quantization", "activation_bits")
+LAYERS = [axis for axis in AXES if axis.name in NAMES]
 MODEL = {"model.path": "dummy:tiny-moe"}
+CHUNKED = {"scheduler.max_num_batched_tokens": 24, "kv.num_blocks": 40}
 
 
-@functools.cache
-def wanted_of(quantization: str) -> list[list[int]]:
-    """Of the model as it is written, its prompts in small chunks."""
-    plain = {"runner.forward": "eager", "runner.attention": "reference", "scheduler.max_num_batched_tokens": 24}
-    return generate(MODEL | plain | {"model.quantization": quantization})
-
-
-@pytest.mark.parametrize("config", all_pairs(LAYERS), ids=label)
+@pytest.mark.parametrize("config", all_pairs(LAYERS, CONFLICTS + NOTHING_PACKED), ids=label)
 def test_every_pair_of_options_gives_the_same_tokens(config):
     skip_without_compiler(config)
-    quantization = config["model.quantization"]
-    assert generate(MODEL | config) == wanted_of("none" if quantization == "auto" else quantization)
+    is_auto = config["model.quantization"] == "auto"
+    plain = {"runner.attention": "auto"} | config | ({"model.quantization": "none"} if is_auto else {})
+    assert_equal(generate(MODEL | config), wanted_of(plain, MODEL | CHUNKED), config)

@@ -8,7 +8,8 @@ import pytest
 from conformance.cover import all_pairs, label
 
 from minivllm import LLM, SamplingParams, StructuredParams
-from minivllm.features import FEATURES, NEEDS_GPU
+from minivllm.errors import ConfigError
+from minivllm.features import CONFLICTS, FEATURES, NEEDS_GPU, Conflict
 from minivllm.kernels.cpu import build
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
@@ -18,6 +19,11 @@ AXES = [
     replace(feature, options=tuple(o for o in feature.options if (feature.name, o) not in ELSEWHERE))
     for feature in FEATURES
 ]
+# Of a checkpoint of which nothing is packed. What they do where something is: test_gguf.py.
+NOTHING_PACKED = tuple(
+    Conflict(("quantization", "auto"), ("activation_bits", bits), "no weight is multiplied in 4 or 8 bits")
+    for bits in (8, 16)
+)
 SMALL = {"model.path": "dummy:tiny", "model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8}
 SMALL["spec_decode.model"] = "dummy:tiny"  # for method draft: its own weights, so every guess is right
 SMALL["executor.num_threads"] = 1  # threads only get in each other's way on a model this small
@@ -45,42 +51,84 @@ def generate(overrides):
         return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.fixture(scope="module")
-def wanted_of():
-    """The tokens of a KV dtype and of weights: 8 bits change them, and then every other option must agree on it."""
-    plain = {"runner.inputs": "rebuild", "runner.forward": "eager", "kv.num_blocks": 500, "structured.backend": "dfa"}
-    plain["runner.attention"] = "reference"
+PLAIN = {
+    "runner.inputs": "rebuild",
+    "runner.forward": "eager",
+    "runner.attention": "reference",
+    "structured.backend": "dfa",
+    "kv.num_blocks": 500,
+}
+FEW_BITS = ("kv.dtype", "model.quantization", "quantization.activation_bits")
+# What is rounded to integers depends on the last bit of what it is made of: one code in a hundred thousand is another
+# where sums are taken in another order. So bits of activations are compared with a run that sums as they do.
+BY_ROW = {  # whoever runs beside
+    "runner.attention": ("auto", "cpu"),
+    "runner.forward": ("auto", "eager", "fused"),
+    "runner.compile": ("off",),
+    "runner.graphs": ("none",),
+}
 
-    @functools.cache
-    def wanted(kv_dtype="auto", quantization="none"):
-        return generate({**plain, "kv.dtype": kv_dtype, "model.quantization": quantization})
 
-    return wanted
+@functools.cache
+def _generated(items):
+    return generate(dict(items))
+
+
+def wanted_of(config, model=None):
+    """The tokens of a KV dtype, of weights and of what meets them: fewer bits change them, and then every other option
+    must agree on it."""
+    few = {field: config[field] for field in FEW_BITS if field in config}
+    sums = BY_ROW if config.get("quantization.activation_bits", "auto") != "auto" else ()
+    return _generated(
+        tuple({**PLAIN, **few, **{field: config[field] for field in sums if field in config}, **(model or {})}.items())
+    )
+
+
+def assert_equal(got, wanted, config):
+    """Token for token; of rounded activations whose sums depend on the step, in most requests."""
+    is_by_row = all(config[field] in values for field, values in BY_ROW.items() if field in config)
+    if config["quantization.activation_bits"] == "auto" or is_by_row:
+        assert got == wanted
+    num_others = sum(a != b for a, b in zip(got, wanted, strict=True))
+    assert num_others <= 2, "of 14, where 8 bits instead of 16 change at least 3; one was seen to differ, and seldom"
 
 
 def skip_without_compiler(config):
     needs = [("runner.attention", ("cpu",)), ("model.quantization", ("int8", "int4"))]
+    needs.append(("quantization.activation_bits", (8, 16)))
     if any(config.get(field) in values for field, values in needs) and build.unsupported_reason():
         pytest.skip(build.unsupported_reason())
 
 
-@pytest.mark.parametrize("config", all_pairs(AXES), ids=label)
-def test_every_pair_of_options_gives_the_same_tokens(config, wanted_of):
+@pytest.mark.parametrize("config", all_pairs(AXES, CONFLICTS + NOTHING_PACKED), ids=label)
+def test_every_pair_of_options_gives_the_same_tokens(config):
     skip_without_compiler(config)
-    quantization = config["model.quantization"]
     # The tiny model's checkpoint has nothing to keep packed, and in fp32 nothing is: auto must be none.
-    wanted = wanted_of(config["kv.dtype"], "none" if quantization == "auto" else quantization)
-    got = generate(config)
+    is_auto = config["model.quantization"] == "auto"
+    got, wanted = generate(config), wanted_of(config | ({"model.quantization": "none"} if is_auto else {}))
     if config["spec_decode.acceptance"] == "rejection":  # keeps the distribution of sampled requests, not their tokens
         got, wanted = got[1::2], wanted[1::2]  # the greedy ones
-    assert got == wanted
+    assert_equal(got, wanted, config)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_fewer_bits_give_other_tokens(quantization, wanted_of):
+def test_fewer_bits_give_other_tokens(quantization):
     """Else the comparisons above would compare nothing."""
-    skip_without_compiler({"model.quantization": quantization})
-    assert wanted_of("auto", quantization) != wanted_of()
+    config = {"model.quantization": quantization}
+    skip_without_compiler(config)
+    assert wanted_of(config) != wanted_of({})
+    rounded = [
+        wanted_of(config | {"quantization.activation_bits": bits, "runner.attention": "cpu", "runner.forward": "eager"})
+        for bits in (8, 16)
+    ]
+    assert sum(a != b for a, b in zip(*rounded, strict=True)) > 2
+
+
+@pytest.mark.parametrize("conflict", NOTHING_PACKED, ids=lambda conflict: str(conflict.second[1]))
+def test_bits_of_what_is_not_there_are_refused(conflict):
+    bits = conflict.second[1]
+    with pytest.raises(ConfigError, match=f"activation_bits={bits} is of packed weights.* not in 4 or 8 bits"):
+        generate({"quantization.activation_bits": bits})
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
@@ -91,7 +139,7 @@ def test_fewer_bits_give_other_tokens(quantization, wanted_of):
         *(("cpu", kind) for kind in ("float16", "int8", "float8_e4m3fn")),
     ],
 )
-def test_every_chunk_size_gives_the_same_tokens(budget, attention, kv_dtype, wanted_of):
+def test_every_chunk_size_gives_the_same_tokens(budget, attention, kv_dtype):
     config = {"scheduler.max_num_batched_tokens": budget, "runner.attention": attention, "kv.dtype": kv_dtype}
     skip_without_compiler(config)
-    assert generate(config) == wanted_of(kv_dtype)
+    assert generate(config) == wanted_of({"kv.dtype": kv_dtype})

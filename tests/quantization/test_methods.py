@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gguf import GGMLQuantizationType as Type
+from loading.gguf_fixture import write_gguf
 from tolerances import rounded_inputs
 
 from minivllm import LLM, SamplingParams
@@ -19,8 +21,8 @@ from minivllm.loading import load_model
 from minivllm.quantization import Packed, crossover, dequantise, quantise
 from minivllm.quantization.formats import to_blocks
 from minivllm.quantization.gguf import GGUFFormat, InBlocks
-from minivllm.quantization.packed import NEVER, AsStored, KeptPacked, Limit, QuantisedAtLoad
-from minivllm.quantization.select import choose, install, linear_layers
+from minivllm.quantization.packed import NEVER, TRITON, AsStored, KeptPacked, Limit, QuantisedAtLoad
+from minivllm.quantization.select import Choice, choose, install, linear_layers, refuse_activation_bits, rounding
 
 needs_kernels = pytest.mark.skipif(kernels.unsupported_reason() is not None, reason=str(kernels.unsupported_reason()))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -183,6 +185,58 @@ def test_fp32_is_exact_unless_asked_otherwise():
 
 
 @needs_kernels
+@pytest.mark.parametrize("bits", [8, 16])
+def test_bits_of_inputs_that_are_asked_for_are_those_of_the_products(bits):
+    for dtype, asked, is_packed, kind in (
+        (torch.bfloat16, "auto", True, "kept"),
+        (torch.float32, "auto", True, "kept"),  # though named, as exact products are: bits were named too
+        (torch.float32, "int8", False, "int8"),
+        (torch.bfloat16, "int4", True, "int4"),
+    ):
+        choice = choose(asked, CPU, dtype, is_packed, activation_bits=bits)
+        assert (choice.kind, choice.kernel.activation_bits) == (kind, bits)
+        assert rounding(bits, choice) == (bits, "as asked: inputs of packed weights, a scale for 32 of them")
+
+
+@needs_kernels
+def test_bits_of_inputs_are_16_or_none_unless_asked_for():
+    kept = choose("auto", CPU, torch.float32, is_packed=True, dtype_asked=False)
+    assert rounding("auto", kept) == (
+        16,
+        "auto: no answer changes; 8 are faster in batches and prompts, and change some",
+    )
+    assert rounding("auto", choose("int8", CPU, torch.float32, is_packed=False, dtype_asked=True)) is None
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("asked", "device", "dtype", "is_packed", "why"),
+    [
+        ("auto", CPU, torch.bfloat16, False, "the checkpoint's weights are not in 4 or 8 bits"),
+        ("none", CPU, torch.bfloat16, True, "model.quantization=none"),
+        ("auto", CPU, torch.float16, True, "de-quantised: .* not in float16"),
+        ("auto", CUDA, torch.bfloat16, True, "de-quantised: .* on a CPU only"),
+    ],
+)
+def test_bits_of_inputs_without_packed_weights_are_refused(asked, device, dtype, is_packed, why):
+    with pytest.raises(ConfigError, match=f"quantization.activation_bits=8 is of packed weights on a CPU.*: .*{why}"):
+        choose(asked, device, dtype, is_packed, activation_bits=8)
+
+
+def test_bits_of_inputs_are_refused_where_a_gpus_kernel_multiplies():
+    with pytest.raises(ConfigError, match="a GPU's kernel rounds no input"):
+        refuse_activation_bits(16, Choice("int4", "", TRITON))
+
+
+@needs_kernels
+def test_a_model_whose_every_layer_is_dense_refuses_bits_of_inputs(tmp_path):
+    """The file is a GGUF, of which nothing has blocks."""
+    write_gguf(tmp_path / "m.gguf", kind=Type.F16, decode=False)
+    with pytest.raises(ConfigError, match="no weight of this model is multiplied in 4 or 8 bits"):
+        load_model(str(tmp_path / "m.gguf"), torch.bfloat16, "cpu", tmp_path / "cache", activation_bits=8)
+
+
+@needs_kernels
 def test_an_option_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="quantization.*int8, int4"):
         LLM("dummy:tiny", quantization="int3")
@@ -261,8 +315,17 @@ def test_the_engine_says_what_it_chose(dense_copy):
         assert chosen["model.linear"].value == ("dual" if is_dual else "packed")
         assert ("MiB" in chosen["model.linear"].reason) == is_dual
         assert "16 in 4 bits and 1 in 8 bits" in chosen["model.linear"].reason
+        assert chosen["quantization.activation_bits"].value == 16
         out = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         assert len(out[0].outputs[0].token_ids) == 4
+
+
+@needs_kernels
+def test_the_engine_says_to_how_many_bits_inputs_are_rounded():
+    options = {"model.dtype": "float32", "model.quantization": "int8"}
+    for more, expected in (({}, []), ({"quantization.activation_bits": 8}, [8])):
+        with LLM("dummy:tiny", overrides=options | more) as llm:
+            assert [d.value for d in llm.decisions if d.field == "quantization.activation_bits"] == expected
 
 
 def test_the_oracle_is_the_formula():

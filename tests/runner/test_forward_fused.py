@@ -76,6 +76,26 @@ def test_the_whole_stack_in_one_call_gives_the_same_tokens(quantization, threads
     assert tokens == expected and none == 0 < num_calls
 
 
+@MODELS
+def test_the_whole_stack_rounds_to_as_many_bits_as_the_layers_do(model):
+    """Sums of another order make another integer of an input now and then: far less than 8 bits change."""
+
+    def logprobs(forward, bits):
+        options = {"model.path": model, "model.dtype": "float32", "model.quantization": "int8"}
+        options |= {"runner.forward": forward, "quantization.activation_bits": bits}
+        with LLM(overrides={**TINY, **options}) as llm:
+            outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        read = [(output.prompt_token_ids[1:], output.prompt_logprobs[1:]) for output in outputs]
+        return torch.tensor(
+            [found[token].logprob for ids, rows in read for token, found in zip(ids, rows, strict=True)]
+        )
+
+    for bits, other in ((8, 16), (16, 8)):
+        exact = logprobs("eager", bits)
+        noise, rounding = ((found - exact).std() for found in (logprobs("fused", bits), logprobs("eager", other)))
+        assert noise < rounding / 4
+
+
 @pytest.mark.skipif(dense.unsupported_reason() is not None, reason=str(dense.unsupported_reason()))
 @MODELS
 @pytest.mark.parametrize("threads", [1, 2])

@@ -92,10 +92,14 @@ class PoolingWorkerBuilder:
         if files.spec.architecture not in ENCODERS:
             files = replace(files, spec=replace(files.spec, has_head=False))
         # Steps have many tokens, where packed weights gain nothing, and a vector must not depend on how many.
-        plain, reason = asked.quantization == "auto", "steps of many tokens gain nothing from packed weights"
+        bits, reason = self.config.quantization.activation_bits, "steps of many tokens gain nothing from packed weights"
+        plain = asked.quantization == bits == "auto"
         quantization = "none" if plain else asked.quantization
-        loaded = load(files, self.dtype, self.device, asked.seed, quantization, asked.dense_copy)
+        packing = {"quantization": quantization, "dense_copy": asked.dense_copy, "activation_bits": bits}
+        loaded = load(files, self.dtype, self.device, asked.seed, **packing)
         self.decisions.note("model.quantization", loaded.quantization[0], reason if plain else loaded.quantization[1])
+        if loaded.activation_bits is not None:
+            self.decisions.note("quantization.activation_bits", *loaded.activation_bits)
         self.decisions.note("model.linear", *loaded.linear)
         return loaded
 

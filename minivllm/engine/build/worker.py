@@ -115,6 +115,7 @@ class WorkerBuilder:
             tokenizer=asked.tokenizer,
             quantization=asked.quantization,
             dense_copy=asked.dense_copy,
+            activation_bits=self.config.quantization.activation_bits,
             kernels=self.kernels,
             dtype_asked=asked.dtype != "auto",
             invariant=asked.invariant,
@@ -123,6 +124,8 @@ class WorkerBuilder:
         if loaded.network is not None:
             self.decisions.note("model.network", *loaded.network)
         self.decisions.note("model.quantization", *loaded.quantization)
+        if loaded.activation_bits is not None:
+            self.decisions.note("quantization.activation_bits", *loaded.activation_bits)
         return loaded
 
     # ----------------------------------------------------------------------------------------------------- attention
