@@ -18,8 +18,6 @@ using namespace minivllm;
 typedef minivllm_integers Integers;
 
 constexpr int PANEL_UNITS = 8;   // of 32 inputs, widened at a time
-constexpr int64_t AHEAD = 2048;  // bytes of weights asked for before they are needed
-constexpr int64_t NEAR = 16384;  // or, of tiles so close to each other, those that come next
 
 // A token's inputs, from some unit on.
 struct Token {
@@ -57,45 +55,7 @@ inline __attribute__((always_inline)) Lanes plus(Lanes sum, Lanes exact, const f
 
 // --------------------------------------------------------------------------------------------------- a few tokens
 
-// sums [N][8]: one token, N neighbouring tiles.
-template <BlockKind K, int BITS, int N>
-void multiply_one(const Integers& x, int64_t token, const uint8_t* tile, int64_t stride, float* sums) {
-  typedef Tile<K> L;
-  constexpr int GROUPS = GROUPS_OF_UNIT<K>, STEPS = 4 / GROUPS;
-  const int64_t blocks = x.units / L::UNITS, ahead = N * stride <= NEAR ? N * stride : AHEAD;
-  Token from = token_of<BITS>(x, token, 0);
-  Lanes sum[N];
-#pragma GCC unroll 4
-  for (int n = 0; n < N; n++) sum[n] = lanes_of(0.f);
-  for (int64_t b = 0; b < blocks; b++, tile += L::BYTES)
-    for (int u = 0; u < L::UNITS; u++, from.q += unit_bytes(BITS), from.scales += 4, from.sums += 2) {
-      const uint8_t* units[N];
-#pragma GCC unroll 4
-      for (int n = 0; n < N; n++) {
-        units[n] = tile + n * stride + L::CODES_AT + u * L::UNIT_CODES;
-#pragma GCC unroll 8
-        for (int line = 0; line < L::UNIT_CODES + L::CODES_AT / L::UNITS; line += 64) ask_for(units[n] + ahead + line);
-      }
-#pragma GCC unroll 2
-      for (int g = 0; g < GROUPS; g++) {
-        Sums<BITS> exact[N];
-        const Sums<BITS> begin = begin_group<K, BITS>(from.sums, g);
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) exact[n] = begin;
-#pragma GCC unroll 4
-        for (int j = g * STEPS; j < (g + 1) * STEPS; j++)
-          dot_tiles<K, BITS, N>(exact, units, j, from.q + STEP_BYTES<BITS> * j);
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++)
-          sum[n] = plus<GROUPS, L::F.minima != 0>(sum[n], to_lanes(exact[n]), from.scales, g,
-                                                  group_of<K>(tile + n * stride, u * GROUPS + g));
-      }
-    }
-#pragma GCC unroll 4
-  for (int n = 0; n < N; n++) store_lanes(sums + n * OUTPUTS, sum[n]);
-}
-
-// sums [there][width], of which 8: 1 < T <= FEW tokens from `first` on, one tile. Where only `there` < T are, the last is taken
+// sums [there][width], of which 8: T <= FEW tokens from `first` on, one tile. Where only `there` < T are, the last is taken
 // again.
 template <BlockKind K, int BITS, int T>
 void multiply_few(const Integers& x, int64_t first, int64_t there, const uint8_t* tile, int64_t width, float* sums) {
@@ -103,7 +63,7 @@ void multiply_few(const Integers& x, int64_t first, int64_t there, const uint8_t
   constexpr int GROUPS = GROUPS_OF_UNIT<K>, STEPS = 4 / GROUPS;
   constexpr bool MINIMA = L::F.minima != 0;
   // Sums in turns, where few of them would leave additions waiting for each other.
-  constexpr int TURNS = T == 2 ? 2 : 1;
+  constexpr int TURNS = T <= 2 ? 2 : 1;
   Token tokens[T];
   Lanes sum[T];
 #pragma GCC unroll 8
@@ -116,8 +76,6 @@ void multiply_few(const Integers& x, int64_t first, int64_t there, const uint8_t
   for (int64_t b = 0; b < blocks; b++, tile += L::BYTES) {
     for (int u = 0; u < L::UNITS; u++, at++) {
       const uint8_t* codes = tile + L::CODES_AT + u * L::UNIT_CODES;
-#pragma GCC unroll 8
-      for (int line = 0; line < L::UNIT_CODES + L::CODES_AT / L::UNITS; line += 64) ask_for(codes + AHEAD + line);
 #pragma GCC unroll 2
       for (int g = 0; g < GROUPS; g++) {
         Sums<BITS> exact[T][TURNS];
@@ -240,7 +198,6 @@ void multiply_many(const Integers& x, int64_t first, int64_t tokens, const uint8
 }
 
 constexpr BlockKind KIND = BlockKind::MINIVLLM_KIND;
-constexpr int TOGETHER = 4;  // tiles that one token meets at a time
 constexpr Format FORMAT = format_of(KIND);
 
 // sums: see block_kind.h.
@@ -253,13 +210,9 @@ void multiply(const Integers& x, const uint8_t* tiles, int64_t tile, int64_t num
     const auto many = num_tiles == 2 ? multiply_many<KIND, BITS, 2> : multiply_many<KIND, BITS, 1>;
     return many(x, first, count, at, stride, sums);
   }
-  if (count == 1) {
-    for (; num_tiles >= TOGETHER; num_tiles -= TOGETHER, at += TOGETHER * stride, sums += TOGETHER * OUTPUTS)
-      multiply_one<KIND, BITS, TOGETHER>(x, first, at, stride, sums);
-    for (; num_tiles > 0; num_tiles--, at += stride, sums += OUTPUTS) multiply_one<KIND, BITS, 1>(x, first, at, stride, sums);
-    return;
-  }
-  const auto few = count == 2 ? multiply_few<KIND, BITS, 2> : multiply_few<KIND, BITS, FEW>;
+  const auto few = count == 1   ? multiply_few<KIND, BITS, 1>
+                   : count == 2 ? multiply_few<KIND, BITS, 2>
+                                : multiply_few<KIND, BITS, FEW>;
   for (int64_t n = 0; n < num_tiles; n++) few(x, first, count, at + n * stride, num_tiles * OUTPUTS, sums + n * OUTPUTS);
 }
 

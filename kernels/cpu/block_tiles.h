@@ -364,18 +364,6 @@ inline __attribute__((always_inline)) Sums<BITS> dot(Sums<BITS> sum, const Codes
   return sum;
 }
 
-// The same with N tiles: each part of the inputs is spread once for all of them.
-template <BlockKind K, int BITS, int N>
-inline __attribute__((always_inline)) void dot_tiles(Sums<BITS> (&sums)[N], const uint8_t* const (&units)[N], int j,
-                                                     const int8_t* x) {
-#pragma GCC unroll 4
-  for (int i = 0; i < PARTS<BITS>; i++) {
-    const __m256i spread = spread_part(x, i);
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++) sums[n].v = multiply_add<K, BITS>(sums[n].v, widen_part<K, BITS>(units[n], j, i), spread);
-  }
-}
-
 // The same for T tokens and N tiles: each part of the inputs is spread once for all tiles, each part of codes loaded once
 // for all tokens.
 template <BlockKind K, int BITS, int T, int N>
@@ -394,8 +382,6 @@ inline __attribute__((always_inline)) void dots(Sums<BITS> (&sums)[T][N], const 
     }
   }
 }
-
-inline void ask_for(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
 #elif defined(MINIVLLM_BLOCKS_ARM)
 
@@ -556,8 +542,6 @@ inline __attribute__((always_inline)) Sums<BITS> dot(Sums<BITS> sum, const Codes
   return sum;
 }
 
-inline void ask_for(const uint8_t* p) { __builtin_prefetch(p); }
-
 #else  // any CPU
 
 struct Lanes {
@@ -645,8 +629,6 @@ inline Sums<BITS> dot(Sums<BITS> sum, const Codes<BITS>& codes, const int8_t* x)
       sum.v[n] += codes.pairs[i][n][0] * q[2 * i] + codes.pairs[i][n][1] * q[2 * i + 1];
   return sum;
 }
-
-inline void ask_for(const uint8_t*) {}
 
 #endif
 
