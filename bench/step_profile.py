@@ -99,10 +99,10 @@ def instrument(llm: LLM) -> Clock:
     clock.wrap(runner.attention, "prepare", "prepare attention")
     clock.wrap(runner.attention, "forward", "attention")
     clock.wrap(llm._front.processor, "process", "detokenise")
-    for name in ("forward", "verifier"):
-        proxy = Proxy(getattr(runner, name))
-        clock.wrap(proxy, "call", {"forward": "forward: the rest", "verifier": "sampler"}[name])
-        setattr(runner, name, proxy)
+    for owner, name, part in ((runner, "forward", "forward: the rest"), (runner.head, "verifier", "sampler")):
+        proxy = Proxy(getattr(owner, name))
+        clock.wrap(proxy, "call", part)
+        setattr(owner, name, proxy)
     clock.wrap(model.lm_head, "forward", "LM head")
     for layer in model.layers:
         clock.wrap(layer.attention.qkv, "forward", "linear qkv")
@@ -213,7 +213,11 @@ def report(
 
 
 def run(how: str, args: Any, rate: float) -> list[dict[str, Any]]:
-    overrides = {"runner.forward": how, "kv.num_blocks": max(args.num_reqs) * -(-2 * args.length // 16) + 64}
+    overrides = {
+        "runner.forward": how,
+        "kv.num_blocks": max(args.num_reqs) * -(-2 * args.length // 16) + 64,
+        "quantization.activation_bits": args.activation_bits,
+    }
     if args.threads:
         overrides["executor.num_threads"] = args.threads
     rows = []
@@ -238,6 +242,9 @@ def main() -> None:
     args = parser(__doc__.splitlines()[0], Path(__file__).stem)
     args.add_argument("--model", default=DEFAULT_MODEL)
     args.add_argument("--quantization", default="auto")
+    args.add_argument(
+        "--activation-bits", default="auto", choices=["auto", "8", "16"], help="of packed weights' inputs"
+    )
     args.add_argument("--forward", nargs="+", default=["auto"])
     args.add_argument("--num-reqs", type=int, nargs="+", default=[1, 8, 32])
     args.add_argument("--length", type=int, default=200, help="tokens of each request, half-way through")

@@ -40,7 +40,7 @@ from minivllm.machine import cpu_flags, num_cores
 MOST_APART = 0.15  # of the median: the range of an engine's runs above which no ratio is given
 MIN_RUNS = 3
 SLOW_START = 20.0  # seconds: an engine that takes longer is started once
-LATENT = ("minivllm-compiled",)  # taken part only when named, or with --compile
+LATENT = {"minivllm-8bit", "minivllm-compiled"}  # take part only when named; the second with --compile, too
 Start = Callable[[Engine], Running]
 Targets = Mapping[tuple[str, str, str], float]
 
@@ -325,7 +325,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.add_argument("--model", default=DEFAULT_MODEL, help="an alias, a .gguf file, or dummy:<shape> in Q4_K_M")
     args.add_argument("--peers", type=Path, default=FOLDER, help="the folder that `make peers` filled")
     args.add_argument(
-        "--engines", nargs="+", choices=list(known_engines(1)), help="by default all but minivllm-compiled"
+        "--engines", nargs="+", choices=list(known_engines(1)), help=f"by default all but {', '.join(sorted(LATENT))}"
     )
     args.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     args.add_argument("--rounds", type=int, default=3)
@@ -346,7 +346,7 @@ def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no engine stays behind, stopped
     engines = known_engines(args.threads)
-    latent = () if args.compile else LATENT
+    latent = LATENT - {"minivllm-compiled"} if args.compile else LATENT
     names = args.engines or [name for name in engines if name not in latent]
     workloads = {n: quick(WORKLOADS[n]) if args.quick else WORKLOADS[n] for n in args.workloads}
     max_len = max(w.input_len[1] + w.output_len[1] for w in workloads.values()) + 24

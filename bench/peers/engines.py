@@ -43,15 +43,17 @@ class Engine:
 
 
 def known_engines(threads: int) -> dict[str, Engine]:
-    """By name, in the order of the table; `minivllm-compiled` only by asking for it."""
+    """By name, in the order of the table; those of compare.LATENT only by asking for them."""
     one, many = {"VLLM_CPU_KVCACHE_SPACE": "4"}, {"OMP_NUM_THREADS": str(threads)}
     bf16, wait = {"dtype": "bfloat16", "quantization": "none"}, {"compile": "wait"}
     touched = {
         "overrides": {"kv.prefault": True}
     }  # as vLLM does: otherwise every run pays for pages that are new to it
+    eight_bits = {"overrides": {"quantization.activation_bits": 8}}  # as llama.cpp does
     ours = "run_minivllm.py"
     found = [
         Engine("minivllm", "minivllm", ours, "ours", "as it starts by default", env=many),
+        Engine("minivllm-8bit", "minivllm-8bit", ours, "ours", "inputs in 8 bits", eight_bits, many),
         Engine("minivllm-bf16", "minivllm-bf16", ours, "ours", "--quantization none", bf16, many),
         Engine("minivllm-prefault", "minivllm", ours, "ours", "KV pool touched at start", touched, many),
         Engine("minivllm-bf16-prefault", "minivllm-bf16", ours, "ours", "both", bf16 | touched, many),

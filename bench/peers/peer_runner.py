@@ -4,9 +4,12 @@ Runs in the environments of others, so it imports the standard library alone. Li
 
     {"do": "load", "started": wall-clock seconds, "model": path, "threads": n, "max_len": tokens, "options": {...}}
     {"do": "generate", "prompts": [[id, ...], ...], "num_tokens": [n, ...]}
+    {"do": "score", "texts": [[id, ...], ...], "starts": [where the part that counts begins, ...]}
 
 Lines out, one for each: {"parts": {"interpreter": s, "import": s, "load": s, "compile": s, "first token": s},
-"settings": {...}, "unable": {workload kind: reason}}, {"seconds": s, "tokens": [[id, ...], ...]}, or {"error": reason}.
+"settings": {...}, "unable": {workload kind: reason}}, {"seconds": s, "tokens": [[id, ...], ...]},
+{"likeliest": [id, ...], "logprobs": [of the text's own token, ...]} (all texts' positions in a row), or
+{"error": reason}.
 """
 
 from __future__ import annotations
@@ -38,6 +41,10 @@ class Engine(Protocol):
     def generate(self, prompts: Tokens, num_tokens: list[int]) -> Tokens:
         """Greedy; exactly num_tokens[i] ids for prompts[i], whatever they are (ignore_eos)."""
 
+    def score(self, texts: Tokens, starts: list[int]) -> tuple[list[int], list[float]]:
+        """Of the positions from starts[i] of each texts[i] on: the likeliest token behind what precedes, and the
+        log-probability of the one that is there. Not asked of every engine."""
+
 
 def serve(engine_class: type[Engine]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -48,6 +55,9 @@ def serve(engine_class: type[Engine]) -> None:
         try:
             if job["do"] == "load":
                 engine, answer = load(engine_class, job)
+            elif job["do"] == "score":
+                likeliest, logprobs = engine.score(job["texts"], job["starts"])
+                answer = {"likeliest": likeliest, "logprobs": logprobs}
             else:
                 begin = time.perf_counter()
                 tokens = engine.generate(job["prompts"], job["num_tokens"])

@@ -14,7 +14,10 @@ from typing import Any
 
 PARTS = ("interpreter", "import", "load", "compile", "first token")
 # Okabe and Ito: told apart by every eye. Ours in one colour and its shades.
-COLOURS = {"minivllm": "#0072b2", "minivllm-bf16": "#56b4e9", "minivllm-compiled": "#009e73"}  # by family
+COLOURS = {  # by family
+    **{"minivllm": "#0072b2", "minivllm-bf16": "#56b4e9"},
+    **{"minivllm-8bit": "#cc79a7", "minivllm-compiled": "#009e73"},
+}
 OTHERS = {"vllm": "#d55e00", "llama.cpp": "#8c8c8c", "transformers": "#e69f00"}
 
 

@@ -37,6 +37,20 @@ class LlamaCpp:
         self.llm.reset()  # no prefix of the prompt before is kept
         return list(islice(self.llm.generate(ids, temp=0.0, repeat_penalty=1.0, reset=True), num_tokens))
 
+    def score(self, texts: Tokens, starts: list[int]) -> tuple[list[int], list[float]]:
+        """Loaded with the option logits_all."""
+        import numpy as np
+
+        likeliest, logprobs = [], []
+        for ids, start in zip(texts, starts, strict=True):
+            self.llm.reset()
+            self.llm.eval(ids)
+            logits = self.llm.scores[start - 1 : len(ids) - 1].astype(np.float64)
+            sums = np.logaddexp.reduce(logits, axis=1)
+            likeliest += logits.argmax(axis=1).tolist()
+            logprobs += (logits[np.arange(len(logits)), ids[start:]] - sums).tolist()
+        return likeliest, logprobs
+
 
 if __name__ == "__main__":
     serve(LlamaCpp)

@@ -52,6 +52,14 @@ def test_startup_splits_the_time_to_the_first_token():
     ]
 
 
+@pytest.mark.parametrize("forward", ["auto", "eager"])
+def test_step_profile_times_the_parts_of_a_step(forward):
+    args = ("--model", "dummy:tiny", "--num-reqs", "2", "--length", "24", "--steps", "12", "--tries", "2")
+    (row,) = run("step_profile.py", *args, "--forward", forward)["results"]
+    assert {"sampler", "LM head", "prepare", "schedule", "update"} <= row["parts_ms"].keys()
+    assert sum(row["bound_ms"].values()) > 0 and row["read_ms"] > 0
+
+
 @pytest.mark.model
 @pytest.mark.slow
 def test_quality_compares_forms_of_the_weights_on_one_text():

@@ -8,7 +8,9 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
@@ -46,6 +48,30 @@ for line in sys.stdin:
         held = b"x" * script["hold"]
         del held
     answer({"seconds": seconds, "tokens": [[7] * (n - short) for n in job["num_tokens"]]})
+"""
+SCORER = """
+import sys
+sys.path.insert(0, "{peers}")
+from peer_runner import serve
+
+class Scorer:
+    compile_seconds, settings, unable = 0.0, {{}}, {{}}
+
+    def __init__(self, job):
+        pass
+
+    @staticmethod
+    def imports():
+        pass
+
+    def generate(self, prompts, num_tokens):
+        return [[0] * n for n in num_tokens]
+
+    def score(self, texts, starts):
+        said = [token for ids, start in zip(texts, starts) for token in ids[start:]]
+        return said, [-1.0] * len(said)
+
+serve(Scorer)
 """
 SMALL = Workload("2 requests, 4 in, 8 out", 2, (4, 4), (8, 8))
 
@@ -306,6 +332,39 @@ def test_the_exported_folder_holds_the_same_model_in_bf16(tmp_path):
     assert all(torch.equal(v, weights[k].bfloat16().float()) for k, v in exported.state_dict().items())
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     assert (folder / "tokenizer.json").exists()
+
+
+# ---------------------------------------------------------------------------------------- texts that are scored
+
+
+def test_a_peer_scores_each_token_by_the_logits_before_it(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "peers"))
+    from run_llama_cpp import LlamaCpp
+
+    logprobs_of = np.log(np.random.default_rng(0).dirichlet(np.ones(8), 16))  # [positions, vocabulary]
+    logits = (logprobs_of + 3).astype(np.float32)
+    read: list[int] = []
+    peer = object.__new__(LlamaCpp)
+    peer.llm = SimpleNamespace(reset=read.clear, eval=read.extend, scores=logits)
+    likeliest, logprobs = peer.score([[1, 2, 3, 4], [5, 6]], [2, 1])
+    assert read == [5, 6]  # each text from its beginning
+    assert likeliest == [logits[at].argmax() for at in (1, 2, 0)]
+    own = [logprobs_of[1, 3], logprobs_of[2, 4], logprobs_of[0, 6]]
+    np.testing.assert_allclose(logprobs, own, atol=1e-6)
+
+
+def test_a_runner_answers_with_the_scores_of_its_engine(tmp_path):
+    runner = tmp_path / "runner.py"
+    runner.write_text(SCORER.format(peers=ROOT / "bench" / "peers"))
+    engine = Engine("a", "a", str(runner), "folder", "a fake")
+    running = Running(engine, sys.executable, {"model": ""}, tmp_path / "log")
+    try:
+        assert running.ask({"do": "score", "texts": [[1, 2, 3]], "starts": [1]}) == {
+            "likeliest": [2, 3],
+            "logprobs": [-1.0, -1.0],
+        }
+    finally:
+        running.close()
 
 
 # ---------------------------------------------------------------------------------------- our own runner
