@@ -2,7 +2,8 @@
 //
 // For inputs in 16 bits and in 8, BITS.
 //
-// Few tokens: a tile goes by from front to back, and each code is widened once for all of them. Many: two tiles' codes,
+// Few tokens: a tile goes by from front to back, and each code is widened once for all of them. One tile after the other,
+// and nothing is prefetched: a single stream the processor reads ahead by itself, as fast as memory is. Many: two tiles' codes,
 // 256 inputs at a time, are widened into a panel in the first-level cache, which groups of 6 tokens then meet. An output's
 // sum is taken group by group in one order in both, so its bits do not depend on the number of tokens.
 

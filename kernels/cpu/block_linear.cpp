@@ -14,7 +14,7 @@ using namespace minivllm;
 constexpr int64_t X_BYTES = 256 << 10;  // of integers that stay in the second-level cache
 constexpr int64_t MOST_TOKENS = 510;    // of a block of them
 constexpr int64_t ALONE = 512;          // units: fewer are not worth waking a thread for
-constexpr int64_t RUN = 4;              // tiles that few tokens meet at a time
+constexpr int64_t RUN = 4;              // tiles of an item of few tokens
 
 }  // namespace
 
