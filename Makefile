@@ -71,7 +71,7 @@ format: $(INSTALLED)  ## ruff, changing files
 
 # Tests look at results, not at speed: threads that wait asleep leave the cores to the servers under test.
 # Bytecode is kept: else each of hundreds of processes would compile our modules again, a second of a core.
-# A process a core, file by file (tests/conftest.py); ARGS="-n 0" runs them in one, and `pytest FILE` needs no make.
+# Processes for all cores, file by file (tests/conftest.py); ARGS="-n 0" runs them in one, and `pytest FILE` needs no make.
 QUIETLY := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive
 test: setup lint  ## the gate: what CI checks, on all cores (ARGS="-k prefix")
 	$(QUIETLY) $(PY) -m pytest -n auto --dist loadfile --durations=20 --area=gate $(ARGS)

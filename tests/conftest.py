@@ -53,18 +53,19 @@ WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 MEMORY = 2 << 30  # bytes: what a worker and the servers that it starts may need
 
 if WORKER:
-    # A core each: two threads in each of two processes on two cores spend their time waiting for one another.
+    # A core each: two threads in each of several processes on two cores spend their time waiting for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """A process a core, as far as memory goes."""
+    """A process more than there are cores, as far as memory goes. Alone on the machine that changes nothing: the cores
+    are what all wait for. Beside others who want them, the system deals cores out by process."""
     import psutil
 
     from minivllm.machine import num_cores
 
-    return max(1, min(num_cores(), psutil.virtual_memory().available // MEMORY))
+    return max(1, min(num_cores() + 1, psutil.virtual_memory().available // MEMORY))
 
 
 @pytest.hookimpl(optionalhook=True)
