@@ -74,14 +74,17 @@ def _generated(items):
     return generate(dict(items))
 
 
+def of_the_reference(config):
+    """What changes tokens, so that the run compared with has it too: in how many bits numbers are kept, multiplied."""
+    few = {field: config[field] for field in FEW_BITS if field in config}
+    sums = BY_ROW if config.get("quantization.activation_bits", "auto") != "auto" else ()
+    return {**few, **{field: config[field] for field in sums if field in config}}
+
+
 def wanted_of(config, model=None):
     """The tokens of a KV dtype, of weights and of what meets them: fewer bits change them, and then every other option
     must agree on it."""
-    few = {field: config[field] for field in FEW_BITS if field in config}
-    sums = BY_ROW if config.get("quantization.activation_bits", "auto") != "auto" else ()
-    return _generated(
-        tuple({**PLAIN, **few, **{field: config[field] for field in sums if field in config}, **(model or {})}.items())
-    )
+    return _generated(tuple({**PLAIN, **of_the_reference(config), **(model or {})}.items()))
 
 
 def assert_equal(got, wanted, config):

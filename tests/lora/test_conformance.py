@@ -7,10 +7,18 @@ import random
 
 import pytest
 from conformance.cover import all_pairs, label
-from conformance.test_tiny_model import AXES, SMALL, skip_without_compiler
+from conformance.test_tiny_model import (
+    AXES,
+    NOTHING_PACKED,
+    SMALL,
+    assert_equal,
+    of_the_reference,
+    skip_without_compiler,
+)
 from lora.adapters import write_adapter
 
 from minivllm import LLM, SamplingParams, trace
+from minivllm.features import CONFLICTS
 from minivllm.lora import layer
 
 pytestmark = pytest.mark.usefixtures("forked_cores")
@@ -19,7 +27,7 @@ NAMES = (None, "a", "b", "c")
 # In int8 a rounding of 1e-6, as two kernels differ by, can put a cached value on the next of its 127 steps. Seen from
 # that: log-probabilities that differ by 5e-4. Two tokens nearer than this are a tie, and either of them is right.
 TIE_IN_INT8 = 1e-3
-CONFIGS = [config for config in all_pairs(AXES) if config["lora.enabled"]]
+CONFIGS = [config for config in all_pairs(AXES, CONFLICTS + NOTHING_PACKED) if config["lora.enabled"]]
 
 
 @pytest.fixture(scope="module")
@@ -66,34 +74,33 @@ def up_to_a_tie(tokens, oracle):
 
 @pytest.fixture(scope="module")
 def wanted_of(folders):
-    """By KV dtype and by weights: with as many slots as adapters and inputs made from scratch."""
+    """By what changes tokens: with as many slots as adapters and inputs made from scratch."""
     plain = {"runner.inputs": "rebuild", "runner.forward": "eager", "kv.num_blocks": 500, "lora.max_loras": 3}
     plain["runner.attention"] = "reference"
 
     @functools.cache
-    def wanted(kv_dtype="auto", quantization="none"):
-        return run(folders, {**plain, "kv.dtype": kv_dtype, "model.quantization": quantization})
+    def wanted(items):
+        return run(folders, {**plain, **dict(items)})
 
-    return wanted
+    return lambda config: wanted(tuple(of_the_reference(config).items()))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_every_option_gives_the_same_tokens_with_adapters(config, folders, wanted_of):
     skip_without_compiler(config)
-    quantization = config.get("model.quantization", "auto")
-    kv_dtype = config.get("kv.dtype", "auto")
-    oracle = wanted_of(kv_dtype, "none" if quantization == "auto" else quantization)
+    is_auto = config["model.quantization"] == "auto"  # nothing is packed in this checkpoint
+    oracle = wanted_of(config | ({"model.quantization": "none"} if is_auto else {}))
     got, wanted = generate(folders, config), [list(output.token_ids) for output in oracle]
-    if kv_dtype == "int8":
+    if config["kv.dtype"] == "int8":
         got[::2] = [up_to_a_tie(*pair) for pair in zip(got[::2], oracle[::2], strict=True)]  # the greedy ones
     if config["spec_decode.acceptance"] == "rejection":  # keeps the distribution of sampled requests, not their tokens
         got, wanted = got[::2], wanted[::2]
-    assert got == wanted
+    assert_equal(got, wanted, config)
 
 
 @pytest.fixture(scope="module")
 def plain_tokens(wanted_of):
-    return [list(output.token_ids) for output in wanted_of()]
+    return [list(output.token_ids) for output in wanted_of({})]
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
