@@ -116,17 +116,21 @@ class Cost(Held):
         return computing + self._joining_seconds(num_tokens, num_samples)
 
     def _joining_seconds(self, num_tokens: int, num_samples: int) -> float:
-        """What several devices tell each other: behind the embedding, each attention and each MLP the sum of their
-        parts; at the end the logits, of which each has some (a gathering is half of an all-reduce)."""
+        """What several devices tell each other."""
         if (count := self.device.count) == 1:
             return 0.0
-        assert self.device.link is not None
-        states = self.device.link.all_reduce_seconds(count, num_tokens * self.shape.hidden_size * self.numbers.size)
-        num_sums = 2 * self.shape.num_layers + self.shape.embeds
-        if not self.shape.heads:
-            return num_sums * states
-        logits = num_samples * self.shape.vocab_size * self.numbers.size / 2
-        return num_sums * states + self.device.link.all_reduce_seconds(count, logits)
+        assert (link := self.device.link) is not None
+        return sum(times * link.all_reduce_seconds(count, size) for times, size in self._sums(num_tokens, num_samples))
+
+    def _sums(self, num_tokens: int, num_samples: int) -> Iterator[tuple[int, float]]:
+        """(how many all-reduces, bytes of each): behind the embedding, each attention and each MLP the sum of their
+        parts; at the end the logits, of which each has some (a gathering is half of an all-reduce)."""
+        shape, size = self.shape, self.numbers.size
+        yield 2 * shape.num_layers + shape.embeds, num_tokens * shape.hidden_size * size
+        if shape.sums_norms:  # two sums of squares a token, in float32
+            yield shape.num_layers, num_tokens * 2 * 4
+        if shape.heads:
+            yield 1, num_samples * shape.vocab_size * size / 2
 
     def move_seconds(self, num_tokens: int, across: bool) -> float:
         """Of so many tokens' K and V, copied on the device, or moved between it and the host (across)."""

@@ -194,6 +194,17 @@ DEVICES: dict[str, Device] = {
         "NVIDIA HGX B200 data sheet",
         _NVLINK_5,
     ),
+    "b300": Device(
+        "NVIDIA B300 SXM 288 GB",
+        288 * GIB,
+        8e12,
+        _flops(2250, 75, 4500),
+        PCIE_5,
+        _unmeasured(FITTED["b200"]),
+        "as the B200, which is of its generation",
+        "NVIDIA HGX B300 data sheet",
+        replace(_NVLINK_5, error=None, source="as the B200's: " + _NVLINK_5.source),
+    ),
     "l40s": Device(
         "NVIDIA L40S 48 GB",
         48 * GIB,

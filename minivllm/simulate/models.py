@@ -46,6 +46,93 @@ _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
 _MISTRAL = {"max_position_embeddings": 32_768}
 _EVERY_SIXTH = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(62)]
 
+_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_FP8 = {"quantization_config": {"quant_method": "fp8"}}
+
+
+def _kimi(max_position: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "num_attention_heads": 64,
+        "intermediate_size": 18_432,
+        "vocab_size": 163_840,
+        "max_position_embeddings": max_position,
+        **_LATENT,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 1,
+    }
+
+
+def _minimax(max_position: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": 62,
+        "hidden_size": 3072,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 1536,
+        "vocab_size": 200_064,
+        "max_position_embeddings": max_position,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "qk_norm_type": "per_layer",
+        **_FP8,
+    }
+
+
+def _gpt_oss(num_layers: int, num_experts: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": num_layers,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "vocab_size": 201_088,
+        "max_position_embeddings": 131_072,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+
+
+_DEEPSEEK_V3 = {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "intermediate_size": 18_432,
+    "vocab_size": 129_280,
+    "max_position_embeddings": 163_840,
+    **_LATENT,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    **_FP8,
+}
+_GLM_4_5 = {
+    "num_hidden_layers": 92,
+    "hidden_size": 5120,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12_288,
+    "vocab_size": 151_552,
+    "max_position_embeddings": 131_072,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3,
+}
+
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama-3.1-8b": SHAPES["llama-3.1-8b"],
     "llama-3.1-70b": _llama(80, 8192, 64, 28_672),
@@ -67,38 +154,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "opt-30b": _opt(48, 7168, 56),
     "opt-66b": _opt(64, 9216, 72),
     "opt-175b": _opt(96, 12_288, 96),
-    "deepseek-v3": {
-        "num_hidden_layers": 61,
-        "hidden_size": 7168,
-        "num_attention_heads": 128,
-        "intermediate_size": 18_432,
-        "vocab_size": 129_280,
-        "max_position_embeddings": 163_840,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "quantization_config": {"quant_method": "fp8"},
-    },
-    "gpt-oss-120b": {
-        "num_hidden_layers": 36,
-        "hidden_size": 2880,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 2880,
-        "vocab_size": 201_088,
-        "max_position_embeddings": 131_072,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 18,
-        "quantization_config": {"quant_method": "mxfp4"},
-    },
+    "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-r1": _DEEPSEEK_V3,
+    "kimi-k2": _kimi(131_072),
+    "kimi-k2.5": _kimi(262_144),
+    "minimax-m2": _minimax(196_608),
+    "minimax-m2.5": _minimax(196_608),
+    "glm-4.5": _GLM_4_5,
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }

@@ -96,6 +96,7 @@ class Shape:
     experts: Experts | None
     latent: Latent | None = None  # None: heads have K and V of their own
     embeds: bool = True  # whether it begins with the embedding: all but a pipeline's later stages do
+    sums_norms: bool = False  # whether a norm is over all heads of Q, and of K: devices that share them sum its squares
     heads: bool = True  # whether it ends with the LM head: all but its earlier ones do
 
     @property
@@ -214,6 +215,7 @@ def read_shape(config: Mapping[str, Any], where: str = "config.json") -> Shape:
         windows=_windows(config, sizes["num_layers"], where),
         experts=_experts(config, sizes["num_layers"], where),
         latent=latent,
+        sums_norms=config.get("qk_norm_type") == "per_layer",  # MiniMax M2's
     )
 
 

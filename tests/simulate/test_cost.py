@@ -212,6 +212,13 @@ PUBLISHED = {
     "opt-66b": 65.7,
     "opt-175b": 175,
     "deepseek-v3": 671,
+    "deepseek-r1": 671,
+    "kimi-k2": 1026.5,
+    "kimi-k2.5": 1026.5,
+    "minimax-m2": 230,
+    "minimax-m2.5": 230,
+    "glm-4.5": 355,
+    "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
 }
 
@@ -309,3 +316,17 @@ STEPS = [
 @pytest.mark.parametrize("device, model, step, measured", STEPS)
 def test_a_step_takes_about_as_long_as_another_engine_measured(device, model, step, measured):
     assert by_name(device, model).step_seconds(step) == pytest.approx(measured / 1e3, rel=0.16)
+
+
+def test_norms_over_all_heads_are_a_sum_of_the_devices_in_each_layer():
+    """MiniMax M2's: two sums of squares a token."""
+    shape = read_shape(MODELS["minimax-m2"])
+    assert shape.sums_norms
+    without = dataclasses.replace(shape, sums_norms=False)
+    four = find_device("4xh200")
+    more = Cost(four, shape, BF16).step_seconds(decode(16, 100)) - Cost(four, without, BF16).step_seconds(
+        decode(16, 100)
+    )
+    assert more == pytest.approx(62 * four.link.all_reduce_seconds(4, 16 * 2 * 4))
+    alone = find_device("h200")
+    assert Cost(alone, shape, BF16).step_seconds(decode(1, 9)) == Cost(alone, without, BF16).step_seconds(decode(1, 9))
