@@ -71,6 +71,7 @@ from minivllm.simulate.clock import Clock, RealClock, VirtualClock
 from minivllm.simulate.cluster import Core, Router
 from minivllm.simulate.light_worker import LightWorker
 from minivllm.simulate.pipeline import PipelineExecutor
+from minivllm.simulate.runs import RunWorker
 from minivllm.simulate.timeline import TimedWorker, TimelineExecutor
 from minivllm.simulate.worker import Answers, Guesses, SimulatedWorker, Tokens
 from minivllm.spec_decode.base import NoProposer, Proposer
@@ -143,4 +144,4 @@ tokens: list[type[Tokens]] = [Babble]
 ledgers: list[type[Ledger]] = [OwnLedger, SharedLedger]
 cores: list[type[Core]] = [EngineCore]
 routers: list[type[Router]] = [PolicyRouter]
-timed_workers: list[type[TimedWorker]] = [LightWorker, SimulatedWorker]
+timed_workers: list[type[TimedWorker]] = [LightWorker, RunWorker, SimulatedWorker]
