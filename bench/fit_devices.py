@@ -6,9 +6,8 @@ Fits minivllm/simulate/operations.py to tables of vLLM's kernels that ai-dynamo/
 
 for each device and kind of operation, on every other row; errors are of the rows between, the mean and the 90th
 percentile of |predicted / measured - 1|. It prints what minivllm/simulate/fitted.py holds, and all-reduces for
-devices.py. The tables are read with pyarrow, which the engine does not need:
+devices.py. bench/operators.py reads the tables:
 
-    pip install pyarrow
     python -m bench fit_devices FOLDER      # with h100_sxm-vllm-*-gemm_perf.parquet and its like
     python -m bench fit_devices --layers FOLDER # LLMServingSim's layer times: rtx4090_llama-3.1-8b_tp1 and its like
     python -m bench fit_devices --steps FILE    # DistServe's profiler-a100-80g.*.json: measured steps, nothing fitted
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from operators import read, where
 
 from minivllm.simulate import operations as op
 from minivllm.simulate.cost import Cost, Numbers, Step
@@ -45,8 +45,6 @@ LEAST = (1, 1, 0)  # of 1 / compute, 1 / memory, constant: nothing is beyond the
 HALF = 2  # bytes of a number in 16 bits
 PROMPTS, DECODES, CONTEXT = (128, 512, 1024, 2048), (1, 16, 64, 128), 512  # tokens, requests, tokens of each
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128  # of the tables of latent attention
-
-Columns = Mapping[str, np.ndarray]
 
 
 class Fit(NamedTuple):
@@ -232,28 +230,6 @@ def layers(folder: Path, shape: Shape) -> Iterator[tuple[Work, np.ndarray]]:
     _, _, decodes, context, seconds = table[(table[:, 0] == 0) & (table[:, 2] > 0)].T
     pairs = decodes * context
     yield op.attention(pairs, pairs * 2 * keys * HALF, decodes, *outside, op.DECODE), seconds / 1e6
-
-
-def read(folder: Path, system: str, what: str, **named: str | int) -> Columns | None:
-    """The rows that have these values, seconds among the columns; None: there are none. A column that an older table
-    lacks has one value in it."""
-    import pyarrow.parquet as parquet
-
-    for file in sorted(folder.glob(f"{system}_*{what}_perf.parquet")):
-        table = parquet.read_table(file)
-        columns = {name: np.array(table[name].to_pylist()) for name in table.column_names}
-        kept = np.ones(table.num_rows, bool)
-        for name, value in named.items():
-            if name in columns:
-                kept &= columns[name] == value
-        if kept.any():
-            numbers = {name: c.astype(float) for name, c in columns.items() if c.dtype.kind in "if"}
-            return where(numbers | {"seconds": numbers["latency"] / 1e3}, kept)
-    return None
-
-
-def where(columns: Columns, kept: np.ndarray) -> Columns:
-    return {name: column[kept] for name, column in columns.items()}
 
 
 if __name__ == "__main__":

@@ -6,8 +6,15 @@ virtual clock. Errors are of the means and percentiles over all requests, simula
 
     python -m bench simulate --run RUN --tables rtx4090_llama-3.1-8b_tp1 [rtx4090_llama-3.1-8b_tp2 ...]
 
-TTFT and latency count from when the engine core took a request (vLLM's queued_ts), TPOT is the mean time between its
-tokens. Prompts are made up. Where meta.json names a public workload whose shared beginnings are known
+Or servers of which only means were measured, at a fixed number of clients, by tables of operators (bench/silicon.py):
+
+    python -m bench simulate --silicon POINTS.csv --tables FOLDER [--plot FILE.svg]
+
+One JSON line says how many points were predicted, and of mean TTFT and TPOT the mean absolute error in percent, of all
+and by model and GPU, the worst first.
+
+Of a run, TTFT and latency count from when the engine core took a request (vLLM's queued_ts), TPOT is the mean time
+between its tokens. Prompts are made up. Where meta.json names a public workload whose shared beginnings are known
 (bench/vllm_workloads.json), they share those; else, and with --prompts unshared, they share nothing.
 """
 
@@ -16,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import re
 import statistics
 import sys
@@ -27,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import note, parser, record
+import silicon
+from common import RESULTS, note, parser, record
 from lockstep import Lockstep, Rank, RankCost, RankQueue
 from lockstep import drive as drive_ranks
 from vllm_run import CONTEXT_BYTES, Run, read_run
@@ -437,39 +446,83 @@ def headline(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     args = parser(__doc__, "simulate")
-    args.add_argument("--run", type=Path, required=True, metavar="FOLDER", help="what vLLM did")
+    args.formatter_class = argparse.RawDescriptionHelpFormatter
+    what = args.add_mutually_exclusive_group(required=True)
+    what.add_argument("--run", type=Path, metavar="FOLDER", help="what vLLM did, request by request")
+    what.add_argument("--silicon", type=Path, metavar="FILE", help="a CSV of servers' mean TTFT and TPOT")
     args.add_argument(
-        "--tables", type=Path, nargs="+", required=True, metavar="FOLDER", help="layer times; names end in tp1, tp2 ..."
+        "--tables",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FOLDER",
+        help="of a run: layer times; names end in tp1, tp2 ... With --silicon: the folder of operators' tables",
     )
-    args.add_argument("--model", help="folder with the model's config.json; None: known by the name in meta.json")
-    args.add_argument("--prompts", default="auto", help="auto, unshared, or a workload's file with input_tok_ids")
-    return args.parse_args()
+    args.add_argument("--model", help="of a run: folder with the model's config.json; default: known by its name")
+    args.add_argument(
+        "--prompts", default="auto", help="of a run: auto, unshared, or a workload's file with input_tok_ids"
+    )
+    args.add_argument("--plot", type=Path, metavar="FILE", help="with --silicon: a picture (svg, png) of all errors")
+    args.add_argument("--processes", type=int, default=os.cpu_count(), help="with --silicon: how many predict")
+    asked = args.parse_args()
+    if asked.silicon is None and asked.plot is not None:
+        args.error("--plot draws the points of --silicon")
+    if asked.silicon is not None and (asked.model is not None or asked.prompts != "auto" or len(asked.tables) > 1):
+        args.error("--silicon takes one folder of --tables, and neither --model nor --prompts")
+    if asked.processes < 1:
+        args.error(f"--processes {asked.processes}: at least 1")
+    return asked
 
 
 def main() -> int:
     args = arguments()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     try:
-        run = read_run(args.run)
-        model = find_shape(run, args.model)
-        prompts, source = make_prompts(run, model, args.prompts)
-        results = results_of(run, simulate(run, args.tables, model, prompts), source)
+        return main_silicon(args) if args.silicon is not None else main_run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def main_silicon(args: argparse.Namespace) -> int:
+    """Raises UserError."""
+    found, rows = silicon.run(args.silicon, args.tables[0], args.processes)
+    for line in silicon.lines(found, rows):
+        note(line)
+    if args.plot is not None:
+        silicon.save_plot(rows, args.plot)
+    params = {"silicon": args.silicon.name, "tables": args.tables[0].name}
+    groups = [{"case": name, **errors} for name, errors in found["by"].items()]
+    line = found | record("silicon", params, found | {"groups": groups})
+    print(json.dumps(line))
+    if args.out is not None:
+        line["results"]["rows"] = rows
+        append(args.out.with_stem("silicon") if args.out == RESULTS / "simulate.jsonl" else args.out, json.dumps(line))
+    return 0
+
+
+def main_run(args: argparse.Namespace) -> int:
+    """Raises UserError."""
+    run = read_run(args.run)
+    model = find_shape(run, args.model)
+    prompts, source = make_prompts(run, model, args.prompts)
+    results = results_of(run, simulate(run, args.tables, model, prompts), source)
     for figure in results["figures"]:
         name, times = f"{figure['metric']} {figure['of']}", (figure["measured_ms"], figure["simulated_ms"])
         note(f"{name:13} {times[0]:12,.1f} ms, simulated {times[1]:12,.1f} ms, {figure['error_percent']:+.2f} %")
-    params = {name: str(value) for name, value in vars(args).items() if name not in ("out", "tables")}
-    params["tables"] = [folder.name for folder in args.tables]
-    params["run"] = run.name
+    params = {"run": run.name, "tables": [folder.name for folder in args.tables]}
+    params |= {"model": str(args.model), "prompts": args.prompts}
     line = json.dumps(headline(results) | record("simulate", params, results))
     print(line)
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.out, "a") as file:
-            file.write(line + "\n")
+        append(args.out, line)
     return 0
+
+
+def append(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(line + "\n")
 
 
 if __name__ == "__main__":

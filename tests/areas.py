@@ -86,7 +86,13 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "chapters": (
         *(*_ENGINE, "bench/", "chapters/", "minivllm/cli/", "minivllm/serve/", "minivllm/simulate/"),
-        *("tests/layer_tables.py", "tests/machine_profiles.py", "tests/simulate/", "minivllm/terminal.py"),
+        *(
+            "tests/layer_tables.py",
+            "tests/machine_profiles.py",
+            "tests/operator_tables.py",
+            "tests/simulate/",
+            "minivllm/terminal.py",
+        ),
     ),
     "site": (
         *("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "bench/", "chapters/"),
