@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from common import note
 from operators import Kernels, OperatorCost, Split, Tables
+from paper_plots import save as save_svg
 from vllm_run import CONTEXT_BYTES
 
 from minivllm.config import EngineConfig
@@ -450,6 +451,7 @@ def run(file: Path, folder: Path, processes: int) -> tuple[dict[str, Any], list[
 # ---------------------------------------------------------------------------------------------------------------- drawn
 
 PANELS = {"tpot": "time per output token", "ttft": "time to first token"}
+EDGE = 105  # percent: what is beyond is counted at the edge
 BAR = 40  # columns, of the worst error
 MOST_DRAWN = 40  # points that are written out
 
@@ -496,11 +498,25 @@ def save_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for axes, (name, what) in zip(panels, PANELS.items(), strict=True):
         for place, (_, of) in enumerate(ordered):
             errors = [row[f"{name}_error_percent"] for row in of]
-            axes.plot(errors, [place] * len(errors), "|", color="#0072b2", alpha=0.5, markersize=9)
+            within = [error for error in errors if error <= EDGE]
+            bars = [(error, error, np.nan) for error in within]  # one path, of which a page's SVG stays small
+            ends = (place - 0.25, place + 0.25, np.nan) * len(within)
+            axes.plot(np.ravel(bars), ends, color="#0072b2", alpha=0.6, linewidth=0.9)
             axes.plot(statistics.median(errors), place, "o", color="#d55e00", markersize=4)
+            if beyond := len(errors) - len(within):
+                axes.text(EDGE, place, f"{beyond} >", ha="right", va="center", fontsize=8, color="#0072b2")
         axes.axvline(0, color="#8c8c8c", linewidth=0.8)
+        axes.set_xlim(-EDGE, EDGE)
         axes.set_xlabel(f"error of mean {what}, %")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(ordered)), [f"{name} ({len(of)})" for name, of in ordered])
-    figure.suptitle("Each measured server, predicted; dots: medians", x=0.01, ha="left", fontsize=11)
-    figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.suptitle(
+        "Measured servers, each predicted (bars; beyond the edge: how many); dots: medians",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
+    if path.suffix == ".svg":
+        save_svg(figure, path)
+    else:
+        figure.savefig(path, dpi=120)

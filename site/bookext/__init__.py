@@ -32,12 +32,13 @@ def name_headings(app: Sphinx, page: str, template: str, context: dict[str, Any]
 
 _stem = SearchEnglish({}).stem
 SAYS_NOTHING = """
-    above alone also another any b back because become becomes before behind beside besides c can come comes does
-    during else even ever every far first four get gets give gives go goes hold holds k keep keeps kept know knows
-    last leave leaves left less lie lies like long longer look looks m made make makes many may mean means much must
-    need needs never next nobody none nothing now once one ones only others own place places r s said say says see
-    sees since small stand stands stay stays still take takes themselves thing things three together turn turns two
-    v very want wants way ways whole whose why without yet
+    above alone also another any ask asked asks b back because become becomes before begin begins behind beside
+    besides c can come comes differ different does during else even ever every far find finds first four get gets
+    give gives go goes half hold holds k keep keeps kept kind kinds know knows last leave leaves left less lie lies
+    like long longer look looks m made make makes many may mean means much must need needs never next nobody none
+    nothing now once one ones only others own part parts place places r right s said say says see sees several show
+    shown shows since small stand stands stay stays still take taken takes themselves thing things three together
+    true turn turns two use used uses v very want wants way ways whole whose why without written yet
 """
 
 
