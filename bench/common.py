@@ -93,6 +93,11 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float | int]:
     }
 
 
+def percent(ours: float, theirs: float) -> float | None:
+    """How far ours is off; None where theirs is 0."""
+    return round(100 * (ours / theirs - 1), 2) if theirs > 0 else None
+
+
 def note(text: str) -> None:
     """Progress, for people: standard output holds the JSON line alone."""
     print(text, file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from operators import read, where
+from operators import DISTRIBUTION, read, where
 
 from minivllm.simulate import operations as op
 from minivllm.simulate.cost import Cost, Numbers, Step
@@ -182,7 +182,7 @@ def measured(folder: Path, system: str) -> Iterator[tuple[Work, np.ndarray]]:
             yield op.product(*(large[c] for c in "mkn"), HALF, size, kind), large["seconds"]
     yield from attentions(folder, system)
     for kind, dtype, size in ((op.EXPERTS, "bfloat16", HALF), (op.EXPERTS_FP8, "fp8_block", 1)):
-        named = {"moe_dtype": dtype, "moe_ep_size": 1, "distribution": "power_law_1.01"}
+        named = {"moe_dtype": dtype, "moe_ep_size": 1, "distribution": DISTRIBUTION}
         if (table := read(folder, system, "moe", **named)) is not None:
             rows = [table[c] for c in ("num_tokens", "num_experts", "topk", "hidden_size")]
             inner = table["inter_size"] / table["moe_tp_size"]

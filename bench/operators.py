@@ -32,7 +32,7 @@ from minivllm.simulate.shape import Experts, Shape
 
 Columns = Mapping[str, np.ndarray]
 
-DISTRIBUTION = "power_law_1.01"  # how tokens choose experts: a few are chosen by most, as in real texts
+DISTRIBUTION = "power_law_1.01"  # how tokens choose experts: few are chosen by many; what fit_devices takes too
 
 
 def read(folder: Path, system: str, what: str, **named: str | int) -> Columns | None:

@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import note
+from common import note, percent
 from operators import Kernels, OperatorCost, Split, Tables
 from paper_plots import save as save_svg
-from vllm_run import CONTEXT_BYTES
+from vllm_run import CAPTURE_SIZES, CONTEXT_BYTES
 
 from minivllm.config import EngineConfig
 from minivllm.engine.build.engine import build_over
 from minivllm.engine.build.simulated import SimulatedWorkerBuilder
 from minivllm.errors import ConfigError, TraceError, UserError
+from minivllm.orphan import end_in_time
 from minivllm.request import EngineRequest, SamplingParams
 from minivllm.simulate.clock import VirtualClock
 from minivllm.simulate.cost import Numbers
@@ -160,10 +161,11 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def find_name(model: str) -> str:
-    """Whose sizes are known (minivllm/simulate/models.py). Raises ConfigError."""
+    """Whose sizes are known (minivllm/simulate/models.py), whatever follows: a precision, a date; but what was
+    distilled from a model has others. Raises ConfigError."""
     name = model.rpartition("/")[2].lower()
     for known in sorted(MODELS, key=len, reverse=True):
-        if re.match(re.escape(known) + r"(?![\w.])", name):
+        if re.match(re.escape(known) + r"(?![\w.])(?!.*distill)", name):
             return known
     raise ConfigError(f"{model}: its sizes are not known here")
 
@@ -197,11 +199,6 @@ def kernels_of(name: str, precision: str, system: str) -> tuple[Kernels, Numbers
     return Kernels(linear, experts if has_experts else None, cached), Numbers(
         "bfloat16", 2, 1 if cached == "fp8" else 2, 0, weights
     )
-
-
-def capture_sizes() -> list[int]:
-    """Tokens of vLLM's captured forwards, to which a smaller step is padded."""
-    return [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 
 
 def config_of(point: Point, name: str, kv_bytes: int) -> EngineConfig:
@@ -354,7 +351,7 @@ def predict(folder: Path, point: Point) -> Predicted:
     name, device = find_name(point.model), DEVICES[SYSTEMS[point.system]]
     kernels, numbers = kernels_of(name, point.precision, point.system)
     tables, host = tables_of(folder, point.system), NO_HOST if point.is_async else VLLM_HOST
-    cost = OperatorCost(tables, kernels, point.split, capture_sizes(), host, device, shape_of(name), numbers)
+    cost = OperatorCost(tables, kernels, point.split, CAPTURE_SIZES, host, device, shape_of(name), numbers)
     config = config_of(point, name, kv_bytes_of(cost, device))
     clock, stopwatch = VirtualClock(), VirtualClock()
     loop = ClosedLoop(lengths_of(point), clock, point.is_async)
@@ -381,7 +378,7 @@ def predict_all(folder: Path, points: Iterable[Point], processes: int) -> dict[t
     cases = {point.case: point for point in points}
     longest = sorted(cases.values(), key=lambda point: -point.concurrency * (point.osl + point.isl / 8))
     found = {}
-    with ProcessPoolExecutor(processes) as pool:
+    with ProcessPoolExecutor(processes, initializer=end_in_time) as pool:
         for point, result in zip(longest, pool.map(partial(try_to, folder), longest), strict=True):
             found[point.case] = result
             if len(found) % TOLD == 0:
@@ -390,11 +387,6 @@ def predict_all(folder: Path, points: Iterable[Point], processes: int) -> dict[t
 
 
 # ------------------------------------------------------------------------------------------------------------- compared
-
-
-def error_of(predicted: float, measured: float) -> float:
-    """In percent."""
-    return 100 * (predicted / measured - 1)
 
 
 def rows_of(points: Sequence[Point], found: Mapping[tuple[Any, ...], Predicted | str]) -> list[dict[str, Any]]:
@@ -408,23 +400,30 @@ def rows_of(points: Sequence[Point], found: Mapping[tuple[Any, ...], Predicted |
         for name in ("ttft", "tpot"):
             ours, theirs = getattr(predicted, name), getattr(point, name)
             row |= {f"{name}_ms": theirs, f"{name}_predicted_ms": round(ours, 3)}
-            row[f"{name}_error_percent"] = round(error_of(ours, theirs), 2)
+            row[f"{name}_error_percent"] = percent(ours, theirs)
         rows.append(row)
-    return sorted(rows, key=lambda row: -max(abs(row["ttft_error_percent"]), abs(row["tpot_error_percent"])))
+    return sorted(rows, key=lambda row: -_worst(row))
 
 
-def headline(points: Sequence[Point], found: Mapping[tuple[Any, ...], Predicted | str]) -> dict[str, Any]:
-    """points: predicted. ttft, tpot: mean absolute errors in percent; *_bias: mean errors. left_out: why, how many."""
-    rows = rows_of(points, found)
-    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def _worst(row: Mapping[str, Any]) -> float:
+    return max(abs(row["ttft_error_percent"]), abs(row["tpot_error_percent"]))
+
+
+def _groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """By model and GPU."""
+    found: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        groups[f"{row['model'].rpartition('/')[2]} on {row['system']}"].append(row)
-    reasons = Counter(found[point.case] for point in points)
-    by = {name: _errors(of) for name, of in groups.items()}
+        found[f"{row['model'].rpartition('/')[2]} on {row['system']}"].append(row)
+    return found
+
+
+def headline(rows: Sequence[Mapping[str, Any]], left_out: Sequence[str]) -> dict[str, Any]:
+    """ttft, tpot: mean absolute errors in percent; *_bias: mean errors. left_out: why, of each point."""
+    by = {name: _errors(of) for name, of in _groups(rows).items()}
     return {
         **_errors(rows),
         "by": dict(sorted(by.items(), key=lambda item: -(item[1]["ttft"] + item[1]["tpot"]))),
-        "left_out": {reason: count for reason, count in reasons.items() if isinstance(reason, str)},
+        "left_out": dict(Counter(left_out)),
         "by_formulas": dict(Counter(what for row in rows for what in row["by_formulas"])),
     }
 
@@ -445,7 +444,9 @@ def run(file: Path, folder: Path, processes: int) -> tuple[dict[str, Any], list[
     if not any(folder.glob("*_perf.parquet")):
         raise TraceError(f"{folder}: no tables of operators (*_perf.parquet)")
     found = predict_all(folder, points, processes)
-    return headline(points, found) | {"seconds": round(time.perf_counter() - begin, 1)}, rows_of(points, found)
+    rows = rows_of(points, found)
+    left_out = [reason for point in points if isinstance(reason := found[point.case], str)]
+    return headline(rows, left_out) | {"seconds": round(time.perf_counter() - begin, 1)}, rows
 
 
 # ---------------------------------------------------------------------------------------------------------------- drawn
@@ -475,10 +476,6 @@ def _all(found: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     return [*found["by"].items(), ("all", found)]
 
 
-def _worst(row: Mapping[str, Any]) -> float:
-    return max(abs(row["ttft_error_percent"]), abs(row["tpot_error_percent"]))
-
-
 def save_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Each point's errors, a line a model and GPU, the worst above. Raises ConfigError for no points."""
     import matplotlib
@@ -489,11 +486,8 @@ def save_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     if not rows:
         raise ConfigError("no point was predicted: there is nothing to draw")
-    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for row in rows:
-        groups[f"{row['model'].rpartition('/')[2]} on {row['system'].removesuffix('_sxm').upper()}"].append(row)
-    ordered = sorted(groups.items(), key=lambda group: statistics.fmean(map(_worst, group[1])))
-    figure = Figure(figsize=(8.2, 1.6 + 0.34 * len(groups)), layout="constrained")
+    ordered = sorted(_groups(rows).items(), key=lambda group: statistics.fmean(map(_worst, group[1])))
+    figure = Figure(figsize=(8.2, 1.6 + 0.34 * len(ordered)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (name, what) in zip(panels, PANELS.items(), strict=True):
         for place, (_, of) in enumerate(ordered):

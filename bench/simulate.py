@@ -36,10 +36,10 @@ from typing import Any
 
 import numpy as np
 import silicon
-from common import RESULTS, note, parser, record
+from common import RESULTS, note, parser, percent, record
 from lockstep import Lockstep, Rank, RankCost, RankQueue
 from lockstep import drive as drive_ranks
-from vllm_run import CONTEXT_BYTES, Run, read_run
+from vllm_run import CAPTURE_SIZES, CONTEXT_BYTES, Run, read_run
 
 from minivllm.config import EngineConfig
 from minivllm.engine.build.engine import build_over
@@ -124,7 +124,7 @@ def capture_sizes(run: Run) -> list[int]:
     if isinstance(sizes, list) and all(isinstance(size, int) for size in sizes):
         return sorted(sizes)
     most = min(2 * run.option("max_num_seqs"), 512, run.option("max_num_batched_tokens"))
-    return [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if size <= most]
+    return [size for size in CAPTURE_SIZES if size <= most]
 
 
 def check_parallel(run: Run, shape: Shape) -> None:
@@ -377,10 +377,6 @@ class Compared:
         return round(100 * statistics.fmean(off), 2) if off else None
 
 
-def percent(ours: float, theirs: float) -> float | None:
-    return round(100 * (ours / theirs - 1), 2) if theirs > 0 else None
-
-
 def compare(run: Run, simulated: Simulated) -> dict[str, Compared]:
     found = {name: Compared() for name in METRICS}
     for request, times in zip(run.requests, simulated.requests, strict=True):
@@ -446,7 +442,6 @@ def headline(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     args = parser(__doc__, "simulate")
-    args.formatter_class = argparse.RawDescriptionHelpFormatter
     what = args.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, metavar="FOLDER", help="what vLLM did, request by request")
     what.add_argument("--silicon", type=Path, metavar="FILE", help="a CSV of servers' mean TTFT and TPOT")
@@ -458,7 +453,7 @@ def arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="of a run: layer times; names end in tp1, tp2 ... With --silicon: the folder of operators' tables",
     )
-    args.add_argument("--model", help="of a run: folder with the model's config.json; default: known by its name")
+    args.add_argument("--model", help="of a run: folder with the model's config.json; None: known by its name")
     args.add_argument(
         "--prompts", default="auto", help="of a run: auto, unshared, or a workload's file with input_tok_ids"
     )

@@ -23,6 +23,7 @@ from minivllm.errors import ConfigError, TraceError
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.6 * GIB)  # CUDA's context and libraries in a process of vLLM (its "non-torch memory")
+CAPTURE_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))  # tokens of its captured forwards, where 512 fit
 SAME_CLOCK = 1e5  # seconds: nothing of a run lies further apart
 
 

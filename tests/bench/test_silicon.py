@@ -20,7 +20,7 @@ import silicon  # noqa: E402
 
 sys.path.remove(str(BENCH))
 
-from minivllm.errors import TraceError  # noqa: E402
+from minivllm.errors import ConfigError, TraceError  # noqa: E402
 from minivllm.simulate.cost import Step  # noqa: E402
 from minivllm.simulate.devices import DEVICES  # noqa: E402
 from minivllm.simulate.host import NO_HOST, HostCost  # noqa: E402
@@ -53,7 +53,7 @@ def points(tmp_path: Path, *rows: str) -> list[silicon.Point]:
 def step_ms(tables: Path, point: silicon.Point, num_new: int, start: int) -> float:
     """By tables, and by formulas what they do not have."""
     kernels, numbers = silicon.kernels_of("llama-3.1-8b", "", "h100_sxm")
-    own = operators.Tables(tables, "h100_sxm"), kernels, point.split, silicon.capture_sizes(), NO_HOST
+    own = operators.Tables(tables, "h100_sxm"), kernels, point.split, silicon.CAPTURE_SIZES, NO_HOST
     cost = operators.OperatorCost(*own, DEVICES["h100"], silicon.shape_of("llama-3.1-8b"), numbers)
     return 1e3 * cost.step_seconds(Step(np.array([num_new]), np.array([start]), 1))
 
@@ -144,12 +144,11 @@ def test_who_comes_while_a_step_runs_waits_for_it_and_where_one_is_planned_ahead
     assert 0 < longer < 1.5 * step
 
 
-def test_all_that_was_asked_for_is_served_in_the_time_that_is_told(tables, tmp_path):
-    """A closed loop: clients that never wait for each other in the device's time share it (Little's law)."""
+def test_prompts_of_other_clients_come_between_a_requests_tokens(tables, tmp_path):
     (point,) = points(tmp_path, LLAMA.replace(",1,1,1,1,1,20", ",8,1,1,1,1,20"))
     found = silicon.predict(tables, point)
     assert len(silicon.lengths_of(point)) == silicon.ROUNDS * 8
-    assert found.tpot > step_ms(tables, point, 1, 95)  # prompts come between
+    assert found.tpot > step_ms(tables, point, 1, 95)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +184,11 @@ def test_how_a_model_lies_on_devices(said, split):
 )
 def test_in_which_numbers_a_server_computes(model, precision, system, linear, experts, cached):
     assert silicon.kernels_of(model, precision, system)[0] == (linear, experts, cached)
+
+
+def test_what_was_distilled_from_a_model_is_another():
+    with pytest.raises(ConfigError, match="sizes are not known"):
+        silicon.find_name("deepseek-ai/DeepSeek-R1-Distill-Llama-70B")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +253,7 @@ def test_the_command_prints_one_line_draws_the_worst_first_and_names_what_it_lea
     rows = json.loads((tmp_path / "out.jsonl").read_text())["results"]["rows"]
     assert [row["line"] for row in rows] == [3, 2]
     assert done.stderr.index("line 3") < done.stderr.index("line 2")
-    assert "Llama-3.1-8B on H100 (2)" in (tmp_path / "plot.svg").read_text()
+    assert "Llama-3.1-8B on h100_sxm (2)" in (tmp_path / "plot.svg").read_text()
 
 
 def test_what_cannot_be_asked_for(tables, tmp_path):
