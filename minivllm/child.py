@@ -166,7 +166,9 @@ def send_bytes(process: subprocess.Popen, sent: bytes) -> None:
 def end_with_parent(folders: Sequence[str | Path] = ()) -> None:
     """In the child's main thread, once it has read all that it was sent. folders: the parent's own temporary ones,
     which go with it even where it had no time to remove them."""
-    threading.Thread(target=_wait_for_the_end, args=(folders,), name="minivllm-lifeline", daemon=True).start()
+    asked = threading.Event()
+    threading.Thread(target=_wait_for_the_end, args=(folders, asked), name="minivllm-lifeline", daemon=True).start()
+    asked.wait()  # who is stopped before that stays so
     orphan.end_in_time()
     lifeline = select.poll()
     lifeline.register(0, 0)
@@ -174,8 +176,11 @@ def end_with_parent(folders: Sequence[str | Path] = ()) -> None:
         _end(folders)
 
 
-def _wait_for_the_end(folders: Sequence[str | Path]) -> None:
-    orphan.go_on()
+def _wait_for_the_end(folders: Sequence[str | Path], asked: threading.Event) -> None:
+    try:
+        orphan.go_on()
+    finally:
+        asked.set()
     while os.read(0, 1):  # not through sys.stdin: an interpreter that ends would wait for its lock
         pass
     _end(folders)

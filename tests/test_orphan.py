@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from minivllm import child
+from minivllm import child, orphan
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child's lifeline is all there is")
 
@@ -25,21 +27,38 @@ started = child.start("test_orphan", "{does}")
 child.send_bytes(started, b"x")
 time.sleep(3600)
 """
+
+
+def wait() -> None:
+    for _ in range(2):
+        signal.pause()
+
+
+def ask_late(asks: Callable[[], None] = orphan.go_on) -> None:
+    time.sleep(0.5)
+    asks()
+
+
 DOES = {
-    "waits": lambda: [signal.pause() for _ in range(2)],
+    "waits": wait,
+    "asks late and waits": wait,
     "holds the lock": lambda: re.match("(a+)+b", "a" * 64),  # for ages
 }
 
 
 def main(does: str) -> None:
     child.read_bytes()
+    if does == "asks late and waits":
+        orphan.go_on = ask_late
     child.end_with_parent()
     signal.signal(signal.SIGUSR1, lambda *_: print(signal.getitimer(signal.ITIMER_REAL)[0], flush=True))
     print(os.getpid(), flush=True)
     DOES[does]()
 
 
-@pytest.mark.parametrize(("does", "is_stopped"), [("waits", True), ("holds the lock", False)])
+@pytest.mark.parametrize(
+    ("does", "is_stopped"), [("waits", True), ("asks late and waits", True), ("holds the lock", False)]
+)
 def test_a_child_is_gone_soon_after_its_parent_was_killed(does, is_stopped):
     script = PARENT.format(does=does)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
