@@ -114,7 +114,7 @@ def instrument(llm: LLM) -> Clock:
         clock.wrap(layer.mlp, "forward", "silu")
         clock.wrap(layer.attention, "forward", "rope and views")
     clock.wrap(model.norm, "forward", "norms")
-    fused = getattr(runner.forward, "_run", None)
+    fused = getattr(getattr(runner.forward, "_run", None), "__self__", None)
     if isinstance(fused, FusedModel):
         parts = {"decode": "stack", "add_norm": "norms", "embed": "norms", "rotate": "rope and views", "gate": "silu"}
         for name, part in parts.items():
@@ -151,7 +151,8 @@ def weight_bytes(model: Any) -> int:
 
 
 def bytes_per_second(tries: int = 10, size: int = 1 << 28) -> float:
-    source, best = torch.ones(size // 8, dtype=torch.int64), float("inf")
+    """Of a sum of integers that lie in huge pages, if the system has some: numpy asks for them."""
+    source, best = torch.from_numpy(np.ones(size // 8, np.int64)), float("inf")
     for _ in range(tries):
         begin = time.perf_counter()
         source.sum()

@@ -36,6 +36,7 @@ class ModelConfig(Section, frozen=True):
     task: Literal["auto", "generate", "embed", "score"] = "auto"  # what the model is served for; see pooling/task.py
     pooling: Literal["auto", "mean", "last", "cls"] = "auto"  # which hidden states become a text's vector (task embed)
     dense_copy: bool = True  # beside packed weights, one in bf16 for steps of many tokens
+    huge_pages: bool = True  # a CPU's packed weights move into pages of 2 MiB, where the system has some
     invariant: bool = False  # bits of a result depend on its request alone; see features.py
     max_model_len: int | None = None  # longest prompt + output, in tokens; None: what the model and the KV pool allow
     seed: int = 0  # of dummy weights and of requests that bring no seed

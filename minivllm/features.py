@@ -363,6 +363,17 @@ FEATURES: tuple[Feature, ...] = (
         metric="ttft_p50",
     ),
     Feature(
+        "huge_pages",
+        "model.huge_pages",
+        (True, False),
+        True,
+        "move a CPU's packed weights into pages of 2 MiB once the engine serves, where the system has some: each step "
+        "looks up fewer",
+        chapter="03",
+        workload="fixed",
+        metric="throughput",
+    ),
+    Feature(
         "activation_bits",
         "quantization.activation_bits",
         ("auto", 8, 16),
@@ -550,6 +561,7 @@ _SIMULATED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention": (("auto",), "has no K and V to attend over"),
     "kernels": (("auto",), "runs no kernels"),
     "dense_copy": ((True,), "keeps no weights, so no copy of them"),
+    "huge_pages": ((True,), "keeps no weights that could move"),
     "activation_bits": (("auto",), "multiplies nothing that could be rounded"),
     "invariant": ((False,), "computes no numbers"),
     "forward": (("auto",), "has no forward to call in one way or another"),
@@ -630,6 +642,7 @@ CONFLICTS: tuple[Conflict, ...] = (
             ("kv_dtype", ("auto", "float16", *KV_CODES), "auto", "keeps K and V in the model's dtype"),
             ("quantization", ("none", "int8", "int4"), "none", "computes with all weights in the model's dtype"),
             ("dense_copy", (True, False), True, "has no packed weights beside which there could be a copy"),
+            ("huge_pages", (True, False), True, "keeps its weights where it has loaded them"),
             ("activation_bits", ("auto", 8, 16), "auto", "multiplies no packed weights, whose inputs could be rounded"),
             ("invariant", (False, True), False, "computes a prompt and a token by other products"),
             ("fork", ("share", "lookup"), "lookup", "keeps a cache for each request: a fork has none to begin with"),

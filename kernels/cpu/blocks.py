@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.kernels.cpu import build
+from minivllm.kernels.cpu import build, memory
 
 NAME, KIND_NAME = "block_linear", "block_kind"
 # Names of gguf.GGMLQuantizationType and of block_formats.h: weights in a block, bytes of one.
@@ -143,7 +143,7 @@ def _pack(part: Blocks) -> Tensor:
     rows = part.rows.contiguous()
     assert rows.dtype is torch.uint8 and rows.dim() == 2 and rows.device.type == "cpu", (rows.dtype, rows.shape)
     lib, threads = _library_of(part.kind), (build.torch_parallel(), torch.get_num_threads())
-    tiles = torch.empty(lib.minivllm_kind_packed_bytes(len(rows), part.n_in), dtype=torch.uint8)
+    tiles = memory.empty(lib.minivllm_kind_packed_bytes(len(rows), part.n_in))
     lib.minivllm_kind_pack(rows.data_ptr(), len(rows), part.n_in, tiles.data_ptr(), *threads)
     return tiles
 

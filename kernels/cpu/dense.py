@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from minivllm.kernels.cpu import build
+from minivllm.kernels.cpu import build, memory
 
 NAME = "dense_linear"
 STEP = 32  # the number of inputs is a multiple of it
@@ -65,7 +65,7 @@ class DenseMatrix:
         self._matrix = _Matrix(None, bias_at, self.n_out, self.n_in, halves)
         self.address = ctypes.addressof(self._matrix)
         self._linear, self._parallel = lib.minivllm_dense_linear, build.torch_parallel()
-        self.data = torch.empty(lib.minivllm_dense_bytes(self.address), dtype=torch.uint8)
+        self.data = memory.empty(lib.minivllm_dense_bytes(self.address))
         to = self._matrix.weight = self.data.data_ptr()
         lib.minivllm_dense_pack(self.address, weight.data_ptr(), to, self._parallel, torch.get_num_threads())
 

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from minivllm.kernels.cpu import build
+from minivllm.kernels.cpu import build, memory
 
 NAME = "float_linear"
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -68,7 +68,7 @@ class FloatMatrix:
         self._matrix = _Matrix(None, bias_at, self.n_out, self.n_in, KINDS[self.dtype])
         self.address = ctypes.addressof(self._matrix)
         self._linear, self._parallel = lib.minivllm_floats_linear, build.torch_parallel()
-        self.data = torch.empty(lib.minivllm_floats_bytes(self.address), dtype=torch.uint8)
+        self.data = memory.empty(lib.minivllm_floats_bytes(self.address))
         to = self._matrix.weight = self.data.data_ptr()
         lib.minivllm_floats_pack(self.address, weight.data_ptr(), to, self._parallel, torch.get_num_threads())
 

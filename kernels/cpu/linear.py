@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minivllm.kernels.cpu import build
+from minivllm.kernels.cpu import build, memory
 from minivllm.kernels.cpu.blocks import SIZES, Blocks
 
 NAME = "packed_linear"
@@ -70,7 +70,7 @@ class PackedMatrix:
             assert rows.dtype is torch.uint8 and rows.dim() == 2 and rows.device.type == "cpu", (rows.dtype, rows.shape)
             assert rows.is_contiguous() and rows.shape[1] % SIZES[kind][1] == 0, (kind, rows.shape)
         lib, self._parallel = _library(), build.torch_parallel()
-        self.data = torch.empty(lib.minivllm_packed_bytes(self.n_out, self.n_in, self.bits), dtype=torch.uint8)
+        self.data = memory.empty(lib.minivllm_packed_bytes(self.n_out, self.n_in, self.bits))
         if self.n_out % OUTPUTS:
             self.data[lib.minivllm_packed_bytes(self.n_out // OUTPUTS * OUTPUTS, self.n_in, self.bits) :] = 0
         to, threads, first, self.is_finite = self.data.data_ptr(), torch.get_num_threads(), 0, True

@@ -8,10 +8,10 @@ from minivllm.pooling.task import GENERATE, choose_task
 
 OPTIONS = (
     *("model.path", "model.tokenizer", "model.dtype", "model.device", "model.quantization", "model.dense_copy"),
-    *("quantization.activation_bits", "model.task", "model.pooling", "model.max_model_len", "model.seed"),
-    *("scheduler.policy", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "executor.num_threads"),
-    *("engine.core", "engine.replicas", "engine.router", "engine.overlap", "engine.restart", "engine.step_timeout"),
-    *("engine.log_format", "debug.check", "debug.trace", "debug.recent_steps"),
+    *("model.huge_pages", "quantization.activation_bits", "model.task", "model.pooling", "model.max_model_len"),
+    *("model.seed", "scheduler.policy", "scheduler.max_num_seqs", "scheduler.max_num_batched_tokens"),
+    *("executor.num_threads", "engine.core", "engine.replicas", "engine.router", "engine.overlap", "engine.restart"),
+    *("engine.step_timeout", "engine.log_format", "debug.check", "debug.trace", "debug.recent_steps"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def name_headings(app: Sphinx, page: str, template: str, context: dict[str, Any]
             context[part] = context[part].replace('role="heading"', 'role="heading" aria-level="2"')
 
 
+COMMIT = re.compile("[0-9a-f]{12}")  # as a record's table shows it
 _stem = SearchEnglish({}).stem
 SAYS_NOTHING = """
     above alone also another any ask asked asks b back because become becomes before begin begins behind beside
@@ -43,7 +45,7 @@ SAYS_NOTHING = """
 
 
 class SearchWords(SearchEnglish):
-    """What the search knows: words. What begins with a digit is a figure of some run, or a commit's hash; and with an
+    """What the search knows: words. A commit's hash is none, nor what begins with a digit, a figure of some run, or with an
     underscore, a name that is private to the code that is quoted. Nor what is on most pages and says nothing: the index
     is loaded whole, and such a word lists all of them."""
 
@@ -51,7 +53,8 @@ class SearchWords(SearchEnglish):
     stopwords = frozenset(SearchEnglish.stopwords) | {f for word in SAYS_NOTHING.split() for f in (word, _stem(word))}
 
     def word_filter(self, word: str) -> bool:
-        return not (word[:1].isdigit() or word.startswith("_")) and super().word_filter(word.lower())
+        figure = word[:1].isdigit() or COMMIT.fullmatch(word) is not None
+        return not (figure or word.startswith("_")) and super().word_filter(word.lower())
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -52,11 +52,13 @@ def test_startup_splits_the_time_to_the_first_token():
     ]
 
 
-@pytest.mark.parametrize("forward", ["auto", "eager"])
-def test_step_profile_times_the_parts_of_a_step(forward):
+@pytest.mark.parametrize("forward, inside", [("auto", "stack"), ("eager", "attention")])
+def test_step_profile_times_the_parts_of_a_step(forward, inside):
+    """All layers are one call, whose inside is not seen, or each is."""
     args = ("--model", "dummy:tiny", "--num-reqs", "2", "--length", "24", "--steps", "12", "--tries", "2")
-    (row,) = run("step_profile.py", *args, "--forward", forward)["results"]
+    (row,) = run("step_profile.py", *args, "--forward", forward, "--quantization", "int4")["results"]
     assert {"sampler", "LM head", "prepare", "schedule", "update"} <= row["parts_ms"].keys()
+    assert {"stack", "attention"} & row["parts_ms"].keys() == {inside}
     assert sum(row["bound_ms"].values()) > 0 and row["read_ms"] > 0
 
 

@@ -21,6 +21,7 @@ from minivllm.engine.live import LiveView
 from minivllm.errors import ConfigError
 from minivllm.executor.background import BackgroundExecutor
 from minivllm.executor.base import Executor
+from minivllm.kernels.cpu.memory import in_huge_pages
 from minivllm.kv.base import KVManager
 from minivllm.kv.none import NoKV
 from minivllm.lora.request import LoRARequest
@@ -179,4 +180,5 @@ def build_worker(config: EngineConfig) -> Worker:
     settled = waiting.settle()  # before torch
     task = choose_task(config).value
     registry, name = (features.WORKERS, config.executor.kind) if task == GENERATE else (features.POOLING_WORKERS, task)
-    return registry.get(name)(config, settled).build()
+    with in_huge_pages(config.model.huge_pages):
+        return registry.get(name)(config, settled).build()
