@@ -140,7 +140,7 @@ struct Scratch {
   std::vector<int8_t> converted;
   float k_scales[CHUNK], v_scales[CHUNK];
   Segment segments[CHUNK];
-  const uint32_t* keys[CHUNK / LANES];
+  const uint32_t* keys[CHUNK / LANES + BEHIND];
 
   void fit(const Layout& layout, int rows) {
     rows = round_up(rows, 16);  // whole tiles of the matrix unit
@@ -177,7 +177,7 @@ void load_queries(const Call& call, const Tile& tile, int head, Scratch& scratch
   }
 }
 
-// Keys begin : end, of which a chunk has room for all: where they lie, and vectors of their words.
+// Keys begin : end, of which a chunk has room for all: where they lie, and vectors of their words; and of those behind.
 template <Kind K>
 Chunk find_keys(const Call& call, const Tile& tile, int head, int begin, int end, Scratch& scratch) {
   const Layout& layout = call.plan.layout;
@@ -202,7 +202,11 @@ Chunk find_keys(const Call& call, const Tile& tile, int head, int begin, int end
     at += count;
   }
   if (!layout.direct)
-    for (int j = 0; j < chunk.num_vectors; j++) scratch.keys[j] = scratch.packed.data() + j * LANES;
+    for (; vector < chunk.num_vectors; vector++) scratch.keys[vector] = scratch.packed.data() + vector * LANES;
+  for (int at = end; vector < chunk.num_vectors + BEHIND; at += LANES, vector++)
+    scratch.keys[vector] = layout.direct && at < tile.key_end
+                               ? (const uint32_t*)call.page(table[at / size], head) + at % size
+                               : scratch.keys[vector - 1];
   return chunk;
 }
 

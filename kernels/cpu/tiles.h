@@ -8,6 +8,7 @@
 namespace minivllm {
 
 constexpr int CHUNK = 256;  // keys between two updates of the running softmax; also the largest page
+constexpr int BEHIND = 4;   // vectors of keys behind a chunk's that are asked for with its last
 
 // Keys of one page that a chunk reads.
 struct Segment {
@@ -27,8 +28,9 @@ template <Kind K, bool PAIRS>
 using Weight = std::conditional_t<BY_DOT<K> && PAIRS, uint16_t, float>;
 
 // scores[row][lane of vector j] for ROWS rows and NV vectors of keys. keys[j] points at word 0 of LANES keys, the words
-// of one key lie `stride` apart. q [ROWS][words][...]. `ahead`: bytes from K to V of a page; V is fetched while K is
-// multiplied, for a decode that comes to it only after the softmax, in jumps that the processor does not foresee.
+// of one key lie `stride` apart. q [ROWS][words][...]. What a decode comes to next is asked for meanwhile, since it lies
+// in jumps that the processor does not foresee: the K of the NV vectors behind these, and these keys' V, for after the
+// softmax. `ahead`: bytes from K to V of a page.
 template <Kind K, int ROWS, int NV>
 inline void dot_tile(const uint32_t* const* keys, size_t stride, size_t ahead, const Query<K>* q, int words,
                      float* scores) {
@@ -39,6 +41,7 @@ inline void dot_tile(const uint32_t* const* keys, size_t stride, size_t ahead, c
 #pragma GCC unroll 4
     for (int j = 0; j < NV; j++) {
       word[j] = load<Words>(keys[j] + w * stride);
+      __builtin_prefetch(keys[j + NV] + w * stride);
       __builtin_prefetch((const char*)(keys[j] + w * stride) + ahead);
     }
     if constexpr (BY_DOT<K>) {
