@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -223,6 +224,9 @@ def run(how: str, args: Any, rate: float) -> list[dict[str, Any]]:
         overrides["executor.num_threads"] = args.threads
     rows = []
     with LLM(args.model, max_model_len=2 * args.length, quantization=args.quantization, overrides=overrides) as llm:
+        for thread in threading.enumerate():
+            if thread.name == "huge-pages":  # weights that still move are slow
+                thread.join()
         for decision in llm.decisions:
             note(f"{decision.field}: {decision.value} ({decision.reason})")
         model, cache = llm._core.executor.worker.runner.model, llm._core.executor.worker.runner.kv_caches
