@@ -45,9 +45,9 @@ SAYS_NOTHING = """
 
 
 class SearchWords(SearchEnglish):
-    """What the search knows: words. A commit's hash is none, nor what begins with a digit, a figure of some run, or with an
-    underscore, a name that is private to the code that is quoted. Nor what is on most pages and says nothing: the index
-    is loaded whole, and such a word lists all of them."""
+    """What the search knows: words. A commit's hash is none, nor what begins with a digit, a figure of some run, or
+    with an underscore, a name that is private to the code that is quoted. Nor what is on most pages and says nothing:
+    the index is loaded whole, and such a word lists all of them."""
 
     # Of each its stem, too: a word whose stem says nothing is asked for as it stands, by Sphinx and by who searches.
     stopwords = frozenset(SearchEnglish.stopwords) | {f for word in SAYS_NOTHING.split() for f in (word, _stem(word))}
