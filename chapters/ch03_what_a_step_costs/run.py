@@ -79,7 +79,8 @@ def steps(option: str, sizes: tuple[int, ...], num_new: int) -> tuple[str, dict[
     params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
     overrides = {
         SWITCH.field: option,
-        "model.dense_copy": False,  # the same weights in every step
+        "model.dense_copy": False,  # the same weights in every step,
+        "model.huge_pages": False,  # where they are: the first steps are timed, while they would still move
         "kv.memory": "128MiB",
         "kv.prefix": "none",
         "executor.num_threads": torch.get_num_threads(),

@@ -7,15 +7,14 @@ which they are packed, which is the order in which a step reads them.
 
 A fresh huge page can take long, where a virtual machine's host has to find it first, and the first token would wait for
 all of them. So weights are packed into small pages, as ever, and a thread of the running engine asks the system to put
-huge ones in their place (madvise's MADV_COLLAPSE, Linux 6.1: a copy of 2 MiB each, and nobody sees it). Older systems
-do the same by themselves in minutes (khugepaged).
+huge ones in their place (madvise's MADV_COLLAPSE, Linux 6.1: a copy of 2 MiB each, which nobody sees but by the clock).
+Older systems do the same by themselves in minutes (khugepaged).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import threading
 from collections.abc import Iterator
@@ -92,10 +91,9 @@ def _collapse(chunks: list[Chunk], page: int) -> None:
     for chunk in chunks:
         begin = chunk.memory.data_ptr()
         first, end = -(-begin // page) * page, begin + chunk.used
-        madvise(first, end - first, mmap.MADV_HUGEPAGE)  # for khugepaged, should the rest fail
-        for at in range(first, end - page + 1, page):
-            if madvise(at, page, MADV_COLLAPSE) and ctypes.get_errno() in (errno.EINVAL, errno.ENOMEM):
-                return  # a system that cannot, or has no memory in one piece
+        size = (end - first) // page * page
+        madvise(first, size, mmap.MADV_HUGEPAGE)  # for khugepaged: this fails on older systems, or leaves pages out
+        madvise(first, size, MADV_COLLAPSE)  # at once: each call has the system tidy up on every core before it begins
 
 
 _arena: ContextVar[Arena | None] = ContextVar("arena", default=None)
