@@ -2,13 +2,14 @@
 //
 // For inputs in 16 bits and in 8, BITS.
 //
-// Few tokens: a tile goes by from front to back, and each code is widened once for all of them. One tile after the other,
-// and nothing is prefetched: a single stream the processor reads ahead by itself, as fast as memory is. Many: two tiles' codes,
-// 256 inputs at a time, are widened into a panel in the first-level cache, which groups of 6 tokens then meet. An output's
-// sum is taken group by group in one order in both, so its bits do not depend on the number of tokens.
+// Few tokens: a tile goes by from front to back, and each code is widened once for all of them. One tile after the other:
+// a single stream, which the processor reads ahead by itself, or else is asked for (ahead.h). Many: two tiles' codes, 256
+// inputs at a time, are widened into a panel in the first-level cache, which groups of 6 tokens then meet. An output's sum
+// is taken group by group in one order in both, so its bits do not depend on the number of tokens.
 
 #include <type_traits>
 
+#include "ahead.h"
 #include "block_tiles.h"
 #include "items.h"
 
@@ -33,6 +34,15 @@ template <int BITS>
 inline Token token_of(const Integers& x, int64_t token, int64_t unit) {
   const int64_t at = token * x.units + unit;
   return {x.q + at * unit_bytes(BITS), x.scales + 4 * at, x.sums + 2 * at};
+}
+
+constexpr int64_t AHEAD = 4096;  // bytes of a tile asked for before they are needed
+
+// What is needed AHEAD bytes after unit u of a block.
+template <BlockKind K>
+inline void ask_ahead(const uint8_t* block, int u) {
+  constexpr int64_t SHARE = Tile<K>::BYTES / Tile<K>::UNITS;
+  if constexpr (!READS_AHEAD) ask_for(block + u * SHARE + AHEAD, SHARE);
 }
 
 template <BlockKind K>
@@ -76,6 +86,7 @@ void multiply_few(const Integers& x, int64_t first, int64_t there, const uint8_t
   int64_t at = 0;  // unit
   for (int64_t b = 0; b < blocks; b++, tile += L::BYTES) {
     for (int u = 0; u < L::UNITS; u++, at++) {
+      ask_ahead<K>(tile, u);
       const uint8_t* codes = tile + L::CODES_AT + u * L::UNIT_CODES;
 #pragma GCC unroll 2
       for (int g = 0; g < GROUPS; g++) {
@@ -128,6 +139,7 @@ void widen_panel(const uint8_t* tile, int64_t first, int count, Panel<BITS>& to)
     const int64_t unit = first + i;
     const uint8_t* block = tile + unit / L::UNITS * L::BYTES;
     const int u = int(unit % L::UNITS);
+    ask_ahead<K>(block, u);
     for (int j = 0; j < 4; j++) to.codes[i][j] = widen<K, BITS>(block + L::CODES_AT + u * L::UNIT_CODES, j);
     for (int g = 0; g < GROUPS; g++) to.groups[GROUPS * i + g] = group_of<K>(block, u * GROUPS + g);
   }

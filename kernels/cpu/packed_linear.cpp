@@ -29,6 +29,7 @@
 #define HAVE_VNNI 1
 #include <immintrin.h>
 
+#include "ahead.h"
 #include "amx_permission.h"
 #if defined(MINIVLLM_AMX) && defined(__AMX_INT8__)
 #define HAVE_AMX 1
@@ -259,7 +260,9 @@ inline __attribute__((always_inline)) void tokens_vnni(
   }
 }
 
+// Into the first-level cache where Zen 4 was measured, which gains by that whatever it reads ahead by itself.
 inline void ask_ahead(const uint8_t* block, int64_t bytes) {
+  if constexpr (!minivllm::READS_AHEAD) return minivllm::ask_for(block + kAhead, bytes);
   for (int64_t line = 0; line < bytes; line += 64)
     _mm_prefetch(reinterpret_cast<const char*>(block + kAhead + line), _MM_HINT_T0);
 }

@@ -101,7 +101,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pref
     machine whose host has to find it first; prefault: at once after all.
 
     It begins with a page. Where calloc would begin, 16 bytes into one, each vector of K and V lies in two lines of the
-    cache, and decodes take a tenth longer (bench/LOG.md).
+    cache, and decodes take a tenth longer (bench/LOG.md). Its pages are huge where Linux has such: numpy asks for them.
     """
     import torch
 

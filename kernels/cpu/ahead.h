@@ -1,0 +1,22 @@
+// Asking for weights some KB before they are multiplied, into the second-level cache.
+//
+// Where a processor reads a single stream ahead by itself this is in its way, where it does not it is a third of a
+// product's time (bench/LOG.md, 2026-11-28): it is switched by the kind of processor that was measured.
+#pragma once
+
+#include <cstdint>
+
+namespace minivllm {
+
+#ifdef __AMX_TILE__  // Intel's Sapphire Rapids, on a virtual machine: 0.6 of memory's rate by itself
+constexpr bool READS_AHEAD = false;
+#else  // AMD's Zen 4: memory's rate. Others were not measured.
+constexpr bool READS_AHEAD = true;
+#endif
+
+// The cache lines that begin in the `bytes` from `from` on, which need not be there.
+inline void ask_for(const void* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + line, 0, 2);
+}
+
+}  // namespace minivllm
