@@ -31,6 +31,15 @@ def name_headings(app: Sphinx, page: str, template: str, context: dict[str, Any]
             context[part] = context[part].replace('role="heading"', 'role="heading" aria-level="2"')
 
 
+def leave_widgets_out(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Of a page that no document is behind, the search: it loads the index, and has no widget."""
+    if doctree is None:
+        for files in ("css_files", "script_files"):
+            context[files] = [
+                file for file in context[files] if not str(file.filename or "").startswith("_static/widgets.")
+            ]
+
+
 COMMIT = re.compile("[0-9a-f]{12}")  # as a record's table shows it
 _stem = SearchEnglish({}).stem
 SAYS_NOTHING = """
@@ -61,6 +70,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_config_value("book_bench", str(records.BENCH), "env", [str])
     app.connect("builder-inited", lambda app: records.read_from(Path(app.config.book_bench)))
     app.connect("html-page-context", name_headings, priority=900)  # after furo's own
+    app.connect("html-page-context", leave_widgets_out)
     app.add_search_language(SearchWords)
     app.add_role("num", figures.Num())
     for name, directive in DIRECTIVES.items():

@@ -64,7 +64,7 @@ class Runs(Directive):
 
 class Peers(Directive):
     """`{peers}`: all runs of bench/peers that are committed, a section for each machine. Pictures are drawn of the
-    newest run in which a family of engines met a workload; the tables of older ones are folded."""
+    newest run in which a family of engines met a workload; a machine's newest has its tables too, folded."""
 
     has_content = False
 
@@ -93,11 +93,15 @@ def on_machine(machine: str, runs: list[records.Run]) -> Iterator[str]:
             drawn |= fresh
             if fresh:
                 yield from chart(run, name)
+        figures = f"`{run.source.replace('/', '/results/')}.md`"
         if len(drawn) == before:
-            yield from (f"All was measured again since; the figures: `{run.source.replace('/', '/results/')}.md`.", "")
+            yield from (f"All was measured again since; the figures: {figures}.", "")
             continue
-        yield from block("<details><summary>All figures of this run</summary>")
-        yield from (*light(report.markdown(run.record)), "", *block("</details>"))
+        if run is runs[0]:
+            yield from block("<details><summary>All figures of this run</summary>")
+            yield from (*light(report.markdown(run.record)), "", *block("</details>"))
+        else:
+            yield from (f"All figures of this run: {figures}.", "")
         yield from (f"```{{rerun}} {run.source}", "```", "")
 
 
