@@ -148,9 +148,12 @@ def test_a_core_that_hangs_is_replaced_and_its_requests_get_an_error(engine, log
                 return reply.status_code
 
             pid = engine._link.pid
-            call = asyncio.create_task(engine._call(does)) if isinstance(does, str) else does(engine)
-            await asyncio.sleep(0)  # sent
+            call = asyncio.create_task(engine._call(does)) if isinstance(does, str) else stop(engine)
+            await asyncio.sleep(0)  # sent; or stopped: a core that is killed answers nothing before
             running = asyncio.create_task(drain(engine))
+            await asyncio.sleep(0)
+            if not isinstance(does, str):
+                does(engine)
             assert await until("stalled", "dead") == 503
             with pytest.raises(EngineDead, match=words):
                 await running
