@@ -28,17 +28,17 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT)}
 HERE, MAX_LINES, MAX_PICTURE_BYTES = "http://127.0.0.1:8000", 120, 200_000
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem if p.parent == ROOT else f"docs-{p.stem}")
-# The whole table beside peers is this: the results, and the engines of each in the table's order.
-# {a machine's runs, the newest first: settings of each engine that has a row}
+# The whole table beside peers is this: a machine's runs, the newest first, and of each engine in the table's order the
+# settings that may stand in its row.
 PEERS = {
     ("peers-amx-one", "peers-amx"): [
         ("minivllm", "minivllm-prefault"),
         ("minivllm-bf16-prefault",),
-        ("vllm",),
+        ("vllm-bound",),
         ("llama.cpp",),
     ],
-    ("peers-zen4",): [("minivllm-prefault",), ("minivllm-bf16-prefault",), ("vllm",)],
-    ("peers-zen3",): [("minivllm-prefault",), ("vllm",), ("llama.cpp",)],
+    ("peers-zen4",): [("minivllm-prefault",), ("minivllm-bf16-prefault",), ("vllm-bound",)],
+    ("peers-zen3",): [("minivllm-prefault",), ("vllm-unbound",), ("llama.cpp",)],
 }
 WORKLOADS = ("one", "eight", "mixed32")
 
@@ -230,10 +230,9 @@ def test_the_picture_is_of_the_runs_as_they_are_recorded(monkeypatch):
 
 
 def median_rates(results: dict, settings: tuple[str, ...], workload: str) -> list[float]:
-    """Of those that ran it; of vLLM, of each of the family's."""
+    """Of those that ran it."""
     runs = results["workloads"].get(workload, {"runs": {}})["runs"]
-    names = [n for n in runs if n in settings or (settings == ("vllm",) and results["engines"][n]["family"] == "vllm")]
-    return [median(runs[name]["rates"]) for name in names if runs[name]["rates"]]
+    return [median(runs[name]["rates"]) for name in settings if name in runs and runs[name]["rates"]]
 
 
 def newest_rate(records: list[dict], settings: tuple[str, ...], workload: str) -> str:

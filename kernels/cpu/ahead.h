@@ -1,4 +1,4 @@
-// Asking for weights some KB before they are multiplied, into the second-level cache.
+// Asking for weights some KB before they are multiplied.
 //
 // Where a processor reads a single stream ahead by itself this is in its way, where it does not it is a third of a
 // product's time (bench/LOG.md, 2026-11-28): it is switched by the kind of processor that was measured.
@@ -14,9 +14,12 @@ constexpr bool READS_AHEAD = false;
 constexpr bool READS_AHEAD = true;
 #endif
 
-// The cache lines that begin in the `bytes` from `from` on, which need not be there.
+enum Level : int { FIRST_LEVEL = 3, SECOND_LEVEL = 2 };  // of the cache, as __builtin_prefetch counts
+
+// Every 64 bytes of the `bytes` from `from` on, which need not be there.
+template <Level LEVEL>
 inline void ask_for(const void* from, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + line, 0, 2);
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(from) + line, 0, LEVEL);
 }
 
 }  // namespace minivllm

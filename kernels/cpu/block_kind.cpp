@@ -42,7 +42,7 @@ constexpr int64_t AHEAD = 4096;  // bytes of a tile asked for before they are ne
 template <BlockKind K>
 inline void ask_ahead(const uint8_t* block, int u) {
   constexpr int64_t SHARE = Tile<K>::BYTES / Tile<K>::UNITS;
-  if constexpr (!READS_AHEAD) ask_for(block + u * SHARE + AHEAD, SHARE);
+  if constexpr (!READS_AHEAD) ask_for<SECOND_LEVEL>(block + u * SHARE + AHEAD, SHARE);
 }
 
 template <BlockKind K>

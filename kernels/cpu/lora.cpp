@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "ahead.h"
 #include "simd.h"
 
 namespace minivllm {
@@ -57,9 +58,7 @@ inline float sum(Floats v) {
 }
 
 // The processor looks ahead within a page alone, and a layer's slot is a few of them.
-inline void ask_ahead(const char* from, int bytes) {
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + AHEAD + i);
-}
+inline void ask_ahead(const char* from, int bytes) { ask_for<FIRST_LEVEL>(from + AHEAD, bytes); }
 
 // acc[m][j] += one line of A's rows, times as much of x. `x` may be shorter: what is missing is 0.
 template <Kind K, int M>

@@ -262,9 +262,8 @@ inline __attribute__((always_inline)) void tokens_vnni(
 
 // Into the first-level cache where Zen 4 was measured, which gains by that whatever it reads ahead by itself.
 inline void ask_ahead(const uint8_t* block, int64_t bytes) {
-  if constexpr (!minivllm::READS_AHEAD) return minivllm::ask_for(block + kAhead, bytes);
-  for (int64_t line = 0; line < bytes; line += 64)
-    _mm_prefetch(reinterpret_cast<const char*>(block + kAhead + line), _MM_HINT_T0);
+  using namespace minivllm;
+  ask_for<READS_AHEAD ? FIRST_LEVEL : SECOND_LEVEL>(block + kAhead, bytes);
 }
 
 template <int bits>
