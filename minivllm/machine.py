@@ -45,6 +45,11 @@ def cpu_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
+def cpu_maker() -> str:
+    """What an x86 CPU says of its maker ("GenuineIntel", "AuthenticAMD"), as Linux gives it; "" elsewhere."""
+    return _cpuinfo("vendor_id")
+
+
 def cpu_flags() -> set[str]:
     """The extensions that Linux says the CPU has; empty elsewhere."""
     return set((_cpuinfo("flags") or _cpuinfo("Features")).split())

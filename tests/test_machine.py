@@ -27,6 +27,13 @@ def test_a_machine_is_named_by_its_cpu_and_what_that_multiplies_with(tmp_path, m
     assert described["cpu"] == name if name is not None else described["cpu"]
 
 
+def test_the_maker_is_what_an_x86_cpu_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert machine.cpu_maker() == ""
+    machine.CPUINFO.write_text("vendor_id\t: GenuineIntel\nmodel name\t: A CPU\n\nvendor_id\t: Other\n")
+    assert machine.cpu_maker() == "GenuineIntel"
+
+
 def test_a_full_disk_is_found_in_what_a_compiler_says():
     said = "In file included from a.h:\nas: BFD: write error: No space left on device\na.cpp:3: error: no such vector"
     assert machine.full_disk(said) == "as: BFD: write error: No space left on device"

@@ -1,14 +1,14 @@
 // Asking for weights some KB before they are multiplied.
 //
-// Where a processor reads a single stream ahead by itself this is in its way, where it does not it is a third of a
-// product's time (bench/LOG.md, 2026-11-28): it is switched by the kind of processor that was measured.
+// Where a processor reads a single stream ahead by itself this is in its way, where it does not it is a third to a half
+// of a product's time (bench/LOG.md, 2026-11-28). No instruction set tells which: the maker does, by build.py.
 #pragma once
 
 #include <cstdint>
 
 namespace minivllm {
 
-#ifdef __AMX_TILE__  // Intel's Sapphire Rapids, on a virtual machine: 0.6 of memory's rate by itself
+#ifdef MINIVLLM_INTEL  // Sapphire Rapids, on a virtual machine: half of memory's rate by itself
 constexpr bool READS_AHEAD = false;
 #else  // AMD's Zen 4: memory's rate. Others were not measured.
 constexpr bool READS_AHEAD = true;

@@ -27,6 +27,8 @@ FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contr
 # The first that the compiler takes: x86 and new ARM compilers, older ARM compilers, anything.
 TARGETS = (("-march=native",), ("-mcpu=native",), ())
 MAX_SECONDS = 300
+# What no instruction set tells of a processor, by what Linux calls its maker.
+MAKERS = {"GenuineIntel": ("-DMINIVLLM_INTEL",)}
 
 
 class Unbuildable(Exception):
@@ -79,11 +81,15 @@ def key(compiler: str, name: str) -> str:
     """Names what the library depends on: source, flags, this compiler's file and this kind of processor."""
     found = Path(compiler).resolve()
     stat = found.stat()
-    parts = [str(found), str(stat.st_size), str(stat.st_mtime_ns), *FLAGS, platform.machine(), processor()]
+    parts = [str(found), str(stat.st_size), str(stat.st_mtime_ns), *flags(), platform.machine(), processor()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for source in [SOURCES / f"{name}.cpp", *sorted(SOURCES.glob("*.h"))]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def flags() -> tuple[str, ...]:
+    return FLAGS + MAKERS.get(machine.cpu_maker(), ())
 
 
 def processor() -> str:
@@ -101,8 +107,9 @@ def compile_into(folder: Path, compiler: str, name: str, kind: str = "") -> None
     what, defined = (f"{name} {kind}", [f"-DMINIVLLM_KIND={kind}"]) if kind else (name, [])
     print(f"compiling the CPU's {what} kernels with {compiler} (once) ...", end=" ", file=sys.stderr, flush=True)
     english = os.environ | {"LC_ALL": "C"}  # what a compiler says is read
+    files = [str(SOURCES / f"{name}.cpp"), "-o", str(folder / f"{name}.so")]
     for target in TARGETS:
-        command = [compiler, *FLAGS, *defined, *target, str(SOURCES / f"{name}.cpp"), "-o", str(folder / f"{name}.so")]
+        command = [compiler, *flags(), *defined, *target, *files]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_SECONDS, env=english)
         except (OSError, subprocess.TimeoutExpired) as e:

@@ -53,6 +53,16 @@ def test_another_source_is_another_library(compiler, tmp_path, monkeypatch):
     assert build.path("attention") != first
 
 
+@pytest.mark.parametrize(("maker", "told"), [("GenuineIntel", True), ("AuthenticAMD", False), ("", False)])
+def test_the_maker_of_the_cpu_is_told_and_makes_another_library(compiler, tmp_path, monkeypatch, maker, told):
+    compiler('echo "$*" > "$last"')
+    monkeypatch.setattr(build.machine, "cpu_maker", lambda: "another")
+    other = build.path("attention")
+    monkeypatch.setattr(build.machine, "cpu_maker", lambda: maker)
+    path = build.path("attention")
+    assert ("-DMINIVLLM_INTEL" in path.read_text().split()) == told == (path != other)
+
+
 def test_older_flags_are_tried(compiler):
     log = compiler('case "$*" in *-march=native*) exit 1;; esac; echo library > "$last"')
     assert build.path("attention").is_file()
