@@ -111,7 +111,7 @@ void minivllm_blocks_linear(const minivllm_blocks* w, const void* x, void* y, in
 
   const int64_t size = tokens > FEW ? 2 : RUN;  // tiles of an item
   const int64_t in_cache = std::clamp<int64_t>(X_BYTES / (units * bytes) / GROUP * GROUP, GROUP, MOST_TOKENS);
-  const int64_t block = tokens > FEW ? in_cache : FEW, blocks = (tokens + block - 1) / block;
+  const int64_t block = tokens > FEW ? part_of(tokens, in_cache, GROUP) : FEW, blocks = (tokens + block - 1) / block;
   int64_t items = 0;
   for (int64_t p = 0; p < w->num_parts; p++) items += items_of(w->parts[p], size);
   auto multiply = [&](int64_t i) {

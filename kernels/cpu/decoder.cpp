@@ -3,9 +3,9 @@
 // products. Which norms a layer has, which activation and which rotation is data (minivllm/layers/description.py).
 //
 // Many tokens cost something else: each operation by itself reads and writes more than a cache holds. But what lies
-// between two attentions concerns each token alone. So with dense.h's, a thread takes a block of tokens through all of it at
-// once (output projection, residual, norm, both halves of the MLP, the next layer's norm, projection and rotation), and
-// what it works on stays in the second-level cache, past which only weights stream.
+// between two attentions concerns each token alone. So a block of tokens goes through all of it at once: output projection,
+// residual, norm, both halves of the MLP, the next layer's norm, projection and rotation. With dense.h's each thread has a
+// block of its own, and what it works on stays in the second-level cache, past which only weights stream.
 //
 // Each function rounds to the model's dtype wherever the model as written does (minivllm/models, its reference), so
 // the two differ by the order of sums and by the last bit of exp alone. Products and attention are the other
@@ -29,6 +29,7 @@ using namespace minivllm;
 
 typedef uint16_t bf16;
 constexpr int64_t ALONE = 1 << 15;  // elements: below, waking another thread takes longer than the work
+constexpr int64_t TOGETHER = 256;  // tokens: fewer would widen codes more often, of more less stays in caches
 constexpr int64_t FEW_A_THREAD = 128;  // tokens for each thread: below, threads share each product instead
 
 template <typename T>
@@ -332,29 +333,39 @@ struct Step {
     return layer + 1 < d.num_layers ? d.layers[layer + 1].attention_norm : d.norm;
   }
 
+  // Threads share each operation. TOGETHER tokens go through all that lies between two attentions, then the next.
   template <typename T>
   void decode(const Embedded& embedded, const int64_t* positions, void* const* plans, T* y) const {
     static thread_local Arena arena;  // the calling thread's
-    const int64_t width = qkv_width(), q = q_width();
+    const int64_t hidden = d.hidden, width = qkv_width(), q = q_width();
+    const int64_t rows = groups == nullptr ? part_of(tokens, TOGETHER) : tokens;  // adapters' groups are of whole steps
     int64_t bytes = 0;
-    for (int64_t row : {d.hidden, d.hidden, width, q, 2 * d.intermediate, d.intermediate})
-      bytes += Arena::bytes_of<T>(tokens * row);
+    for (int64_t row : {hidden, width, q}) bytes += Arena::bytes_of<T>(tokens * row);
+    for (int64_t row : {hidden, 2 * d.intermediate, d.intermediate}) bytes += Arena::bytes_of<T>(rows * row);
     arena.reserve(bytes);
-    auto take = [&](int64_t row) { return arena.take<T>(tokens * row); };
-    T *x = take(d.hidden), *delta = take(d.hidden), *qkv = take(width), *attended = take(q);
-    T *gate_up = take(2 * d.intermediate), *gated = take(d.intermediate);
+    auto take = [&](int64_t count, int64_t row) { return arena.take<T>(count * row); };
+    T *x = take(tokens, hidden), *qkv = take(tokens, width), *attended = take(tokens, q);
+    T *delta = take(rows, hidden), *gate_up = take(rows, 2 * d.intermediate), *gated = take(rows, d.intermediate);
     embed(embedded, d.layers[0].attention_norm, x, y);
-    for (int64_t i = 0; i < d.num_layers; i++) {
-      const minivllm_layer& layer = d.layers[i];
-      multiply(layer, 0, y, qkv, d.hidden, width);
-      turn(layer, positions, qkv);
-      attend(layer, plans, qkv, attended);
-      multiply(layer, 1, attended, delta, q, d.hidden);
-      add_norm(delta, layer.attention_post_norm, layer.mlp_norm, x, y);
-      multiply(layer, 2, y, gate_up, d.hidden, 2 * d.intermediate);
-      gate(gate_up, gated);
-      multiply(layer, 3, gated, delta, d.intermediate, d.hidden);
-      add_norm(delta, layer.mlp_post_norm, norm_after(i), x, y);
+    for (int64_t i = 0; i <= d.num_layers; i++) {
+      if (i > 0) attend(d.layers[i - 1], plans, qkv, attended);
+      for (int64_t first = 0; first < tokens; first += rows) {
+        Step block = *this;
+        block.tokens = std::min(rows, tokens - first);
+        T* const normed = y + first * hidden;
+        if (i > 0) {
+          const minivllm_layer& before = d.layers[i - 1];
+          block.multiply(before, 1, attended + first * q, delta, q, hidden);
+          block.add_norm(delta, before.attention_post_norm, before.mlp_norm, x + first * hidden, normed);
+          block.multiply(before, 2, normed, gate_up, hidden, 2 * d.intermediate);
+          block.gate(gate_up, gated);
+          block.multiply(before, 3, gated, delta, d.intermediate, hidden);
+          block.add_norm(delta, before.mlp_post_norm, norm_after(i - 1), x + first * hidden, normed);
+        }
+        if (i == d.num_layers) continue;
+        block.multiply(d.layers[i], 0, normed, qkv + first * width, hidden, width);
+        block.turn(d.layers[i], positions + first, qkv + first * width);
+      }
     }
   }
 

@@ -35,6 +35,12 @@ inline void each(int64_t count, const Work& work, minivllm_parallel parallel, in
   parallel(Items<Work>::run, &items, num_threads, 0);
 }
 
+// Of `count`, cut into as few equal parts as hold at most `most` each: how many are in one, a multiple of `step`.
+inline int64_t part_of(int64_t count, int64_t most, int64_t step = 1) {
+  const int64_t parts = std::max<int64_t>(1, (count + most - 1) / most);
+  return ((count + parts - 1) / parts + step - 1) / step * step;
+}
+
 inline uint16_t to_bf16(float value) {  // to nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &value, 4);

@@ -96,16 +96,24 @@ def test_the_whole_stack_rounds_to_as_many_bits_as_the_layers_do(model):
         assert noise < rounding / 4
 
 
-@pytest.mark.skipif(dense.unsupported_reason() is not None, reason=str(dense.unsupported_reason()))
+NO_TILES = pytest.mark.skipif(dense.unsupported_reason() is not None, reason=str(dense.unsupported_reason()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [pytest.param("bfloat16", "none", marks=NO_TILES), ("bfloat16", "int8"), ("float32", "int8")],
+)
 @MODELS
 @pytest.mark.parametrize("threads", [1, 2])
-def test_tiles_in_one_call_are_the_layers_one_by_one(threads, model, monkeypatch):
+def test_blocks_of_tokens_in_one_call_are_the_layers_one_by_one(threads, model, dtype, quantization, monkeypatch):
     """In bf16 too, token for token: whether a prompt goes through in blocks, product by product or call by call, a
     token's sums are taken in one order."""
-    longer = [[i % 500 for i in range(700)], *PROMPTS]  # more than FEW for each thread
+    longer = [[i % 500 for i in range(700)], *PROMPTS]  # more than FEW for each thread, and three times TOGETHER
     options = {
         "model.path": model,
-        "model.dtype": "bfloat16",
+        "model.dtype": dtype,
+        "model.quantization": quantization,
+        "model.dense_copy": False,
         "model.max_model_len": 800,
         "kv.num_blocks": 200,
         "executor.num_threads": threads,

@@ -74,7 +74,7 @@ int main(int argc, char** argv) {
     const int64_t hidden = 32 * draw(1, 3), intermediate = 32 * draw(1, 4), num_layers = draw(1, 3), vocab = 20;
     const bool bf16 = draw(0, 1);
     Model model{bf16, bf16 && minivllm_dense_unit() && draw(0, 1)};
-    const int64_t kind = bf16 ? 2 : 0, tokens = model.dense && draw(0, 2) == 0 ? draw(128, 600) : draw(1, 40);
+    const int64_t kind = bf16 ? 2 : 0, tokens = draw(0, model.dense ? 2 : 5) == 0 ? draw(128, 600) : draw(1, 40);
     const int64_t width = (heads + 2 * kv_heads) * size;
     void* layout = minivllm_layout(kv_heads, size, block_size, kind);
     const int64_t num_blocks = (tokens + block_size - 1) / block_size;
