@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "dense.h"
+#include "items.h"
 
 namespace {
 
@@ -138,8 +139,7 @@ void minivllm_dense_linear(const minivllm_dense* matrix, const void* x, void* y,
   if (parallel == nullptr) num_threads = 1;
   const Panels panels{*matrix};
   const int64_t most = std::clamp<int64_t>(CACHED / (matrix->inputs + matrix->outputs), BLOCK, ROWS);
-  const int64_t num_blocks = (tokens + most - 1) / most;
-  const int64_t rows = ((tokens + num_blocks - 1) / num_blocks + BLOCK - 1) / BLOCK * BLOCK;
+  const int64_t rows = part_of(tokens, most, BLOCK), num_blocks = (tokens + rows - 1) / rows;
   Product call{panels, (const bf16*)x, y, tokens, rows, y_bf16 != 0, {num_blocks * panels.count(), num_threads}};
   num_threads == 1 ? multiply(&call) : parallel(multiply, &call, num_threads, 0);
 #endif
