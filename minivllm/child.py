@@ -7,6 +7,7 @@ also a kill of the parent brings, means that nobody is there to work for. For a 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import queue
 import secrets
@@ -136,6 +137,13 @@ def ignore_interrupts() -> None:
     """In the child: Ctrl-C is the parent's to understand, until the signal gets another meaning here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPT)
+
+
+def freeze_heap() -> None:
+    """In a process of ours that has started: what is there stays for good, and Python's collector of cycles need not
+    look at it ever again. It would, now and then, for tenths of a second in which no step runs (bench/LOG.md; vLLM's
+    processes do the same)."""
+    gc.freeze()
 
 
 def read_task(kind: type[T], folders: Sequence[str | Path] = ()) -> T:

@@ -66,6 +66,7 @@ def main(folder: str) -> int:
         from minivllm.engine.link import facts_of, step_loop
 
         engine = build(config)
+        child.freeze_heap()
         clients.facts = partial(facts_of, engine)
         step_loop(engine, clients.take, clients.post, Body(Path(folder), clients)).run()
         code = 0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from minivllm import logs, waiting
+from minivllm import child, logs, waiting
 from minivllm.config import DEFAULT_MODEL, EngineConfig
 from minivllm.engine.content_format import FORMATS
 from minivllm.errors import ModelError
@@ -255,6 +255,7 @@ def serve(
     grpc = grpc_server(args, app, tls)
 
     def announce() -> None:
+        child.freeze_heap()
         report(engine, names, url_of(listener, bool(tls)), parsers)
         announce_ready(begin, args, listener, bool(tls), grpc.port if grpc else None)
 

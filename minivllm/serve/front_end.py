@@ -77,6 +77,7 @@ def main() -> int:
     with join(family, task.address) as listener:
 
         def announce() -> None:
+            child.freeze_heap()
             if task.first:
                 command.report(engine, names, command.url_of(listener, bool(tls)), parsers)
                 sys.stdout.flush()

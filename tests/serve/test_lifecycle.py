@@ -81,6 +81,24 @@ def test_start_ends_in_a_table_of_choices_and_a_line_with_the_url(start):
     server.end()
 
 
+AT_EXIT = """
+import atexit, gc, os, pathlib
+tell = lambda: (pathlib.Path(__file__).parent / f"{os.getpid()}.frozen").write_text(str(gc.get_freeze_count()))
+atexit.register(tell)
+"""
+
+
+@pytest.mark.parametrize("front_ends", [1, 2])
+def test_pythons_collector_never_walks_what_was_there_at_the_start(start, front_ends, tmp_path):
+    """Of the server's processes and of its engine core: each has imported tens of thousands of objects."""
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    server = start("--api-servers", str(front_ends), env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    server.wait_ready()
+    assert server.end(signal.SIGTERM)[0] == 0
+    counts = [int(path.read_text()) for path in tmp_path.glob("*.frozen")]
+    assert sum(count > 50_000 for count in counts) == 1 + front_ends, counts
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_it_at_once_and_tells_the_streams(start, number):
     """uvicorn's own waits are 0.2 s, the rest is the end of two interpreters on a busy machine."""
