@@ -42,10 +42,18 @@ def random_name(length: int) -> str:
 
 
 class ArrayParser(Reader):
-    """[{"name": ..., "parameters": {...}}, ...]: what the grammar of tool_choice "required" admits."""
+    """[{"name": ..., "parameters": {...}}, ...]: what the grammar of tool_choice "required" admits. Nothing of it is
+    content: an answer that is cut by max_tokens ends in the middle of a call's arguments, as OpenAI's do, and what is
+    no call yet is left out."""
 
     markers = marks = ()
     new_id = staticmethod(openai_id)
+
+    def content(self, text: str) -> None:
+        pass
+
+    def broken_end(self, text: str) -> CallEnd:
+        return CallEnd()
 
     def read(self) -> Reading:
         yield
@@ -58,8 +66,8 @@ class ArrayParser(Reader):
 
 
 class ArgumentsParser:
-    """The arguments alone: what the grammar of a named function admits. All that comes is told as it comes; an answer
-    that is cut by max_tokens ends in the middle of them, as OpenAI's do."""
+    """The arguments alone: what the grammar of a named function admits, an object. Nothing is content here either: what
+    was cut before the object begins, in the marker that opens a model's thinking, is left out."""
 
     markers = marks = ()
     new_id = staticmethod(openai_id)
@@ -70,11 +78,11 @@ class ArgumentsParser:
         self.begun = False
 
     def push(self, text: str) -> list[Event]:
-        if not text:
-            return []
-        begin = [] if self.begun else [CallBegin(self.name)]
-        self.begun = True
-        return [*begin, Arguments(text)]
+        if self.begun:
+            return [Arguments(text)] if text else []
+        _, brace, behind = text.partition("{")
+        self.begun = bool(brace)
+        return [CallBegin(self.name), Arguments(brace + behind)] if self.begun else []
 
     def end(self) -> list[Event]:
         return [CallEnd()] if self.begun else []

@@ -147,12 +147,16 @@ class Reader(JsonReader):
             self._mark(CallEnd())
             self._seen_call = True
         elif call.is_told:
-            self._mark(CallEnd(self._blank + self.taken()))
+            self._mark(self.broken_end(self._blank + self.taken()))
             self._blank, self._seen_content = "", True
         else:
             self.content(self.taken())
         self.forget()
         return call.complete
+
+    def broken_end(self, text: str) -> CallEnd:
+        """Of a call that has been told of, and is none. text: all of it."""
+        return CallEnd(text)
 
     def object_call(self, call: Call, *, tagged: bool) -> Reading:
         """{"name": ..., "arguments": {...}} in either order; "parameters" is another name of "arguments", and formats
