@@ -32,6 +32,7 @@ def pytest_ignore_collect(collection_path):
 
 def pytest_configure(config):
     import huggingface_hub
+    import sentence_transformers
     import transformers
     import vllm.tokenizers
     from tests.utils import RemoteVLLMServer
@@ -42,6 +43,10 @@ def pytest_configure(config):
     huggingface_hub.HfApi.snapshot_download = lambda self, *args, **named: os.environ["PEERS_ADAPTER"]
     for loader in (transformers.AutoTokenizer, transformers.AutoConfig):
         use_folders(loader, "from_pretrained")
+    load = sentence_transformers.SentenceTransformer.__init__
+    sentence_transformers.SentenceTransformer.__init__ = lambda self, name, *args, **named: load(
+        self, folder_for(name), *args, **named
+    )
     get_tokenizer = vllm.tokenizers.get_tokenizer
 
     def get(tokenizer_name, *args, **named):
