@@ -293,7 +293,18 @@ def test_what_holds_no_call_is_content_to_the_letter(parser, text):
 WRONG = ["", "}", '"', "'", "\n", "x", "[", "\\", "<", ">"]
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "array"])  # which a grammar holds
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), place=st.integers(0, 10**6), wrong=st.sampled_from(WRONG))
+def test_a_forced_answer_has_no_content_wherever_it_breaks_and_its_stream_adds_up(data, place, wrong):
+    text = array(data.draw(calls_of("array")), "", "")
+    place %= len(text)
+    spoiled = text[:place] + wrong + text[place + 1 :]
+    content, found = whole(ArrayParser, spoiled)
+    assert not content and {called for called, _ in found} <= FUNCTIONS.keys()
+    assert streamed(ArrayParser, list(spoiled)) == (None, found)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "array"])  # the test above is its own
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), place=st.integers(0, 10**6), wrong=st.sampled_from(WRONG))
 def test_a_spoiled_text_loses_no_letter_and_makes_no_call_of_broken_json(name, data, place, wrong):

@@ -18,7 +18,7 @@ QUESTION = "Who are you?"
 GREEDY = {"temperature": 0, "max_tokens": 24}
 HOT = {"temperature": 1.0, "seed": 1, "max_tokens": 400}  # random weights end a list sooner or later, unless greedy
 LONG_ENOUGH = 400  # tokens: the answer to QUESTION ends before, which some clients of /v1/responses insist on
-ENDLESS = {"temperature": 0, "max_tokens": 1500}  # or for as long as takes a client to leave
+ENDLESS = {"temperature": 0, "max_tokens": 1500}  # more than comes until a client has left
 
 
 class Report(BaseModel):
