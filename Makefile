@@ -119,7 +119,7 @@ matrix: setup  ## run the conformance tests and write what `features --matrix` p
 # No OpenMP: its runtime is not instrumented. The last two take the paths of other machines. As on Intel's CPUs, where
 # more is asked for ahead than elsewhere.
 CHECK := -std=c++20 -O1 -g -w -pthread -DMINIVLLM_INTEL
-CHECKS := attention packed_linear dense_linear float_linear latent lora mask decoder
+CHECKS := attention packed_linear dense_linear float_linear latent lora mask state decoder
 # The decoder calls the others through pointers.
 ALSO_decoder := kernels/cpu/packed_linear.cpp kernels/cpu/dense_linear.cpp kernels/cpu/attention.cpp
 CPU := $(shell uname -m)

@@ -400,7 +400,7 @@ def check_options(config: EngineConfig) -> None:
                 hint = did_you_mean(part, names)
                 raise ConfigError(f'{feature.field}: no option "{part}".{hint} Options: {", ".join(names)}')
     for field_, low, high in (
-        ("kv.block_size", 1, 256),
+        ("kv.block_size", 1, 8192),
         ("kv.num_blocks", 1, None),
         ("kv.memory_fraction", 1e-6, 1.0),
         ("scheduler.max_num_seqs", 1, None),

@@ -25,3 +25,4 @@ class WorkerFacts:
     num_ends: int = 0  # tokens' places behind the longest prompt for what it ends with; 1 where that is a vector
     lookahead: int = 0  # KV slots that proposing drafts takes behind a request's tokens
     groups: KVGroups = ONE_GROUP
+    block_size: int = 1  # tokens a block of KV: no fewer than kv.block_size

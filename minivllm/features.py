@@ -123,6 +123,15 @@ LATENT_ATTENTION: Registry = Registry(
         "reference": "minivllm.attention.latent:LatentReference",
     },
 )
+# Of layers with a recurrent state; a name that is missing here has products in plain torch for them.
+STATE_ATTENTION: Registry = Registry(
+    "runner.attention of recurrent layers",
+    {
+        "cpu": "minivllm.attention.state_cpu:StateCPU",
+        "sdpa": "minivllm.attention.state:StateChunked",
+        "reference": "minivllm.attention.state:StateReference",
+    },
+)
 # Of the pairs, those that the feature table and the matrix show: one that a CPU can run, one for a GPU.
 ATTENTION_PAIRS = ("flex,reference", "flash,triton")
 FORWARDS: Registry = Registry(

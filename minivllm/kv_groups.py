@@ -13,6 +13,12 @@ in blocks of the same size, so `block_size` tokens of a request take one block o
 one flat list: [group 0's first block, group 1's first, ..., group 0's second, ...]. With one group that is a plain
 block table.
 
+A layer with a recurrent state (gated linear attention) keeps none of its tokens, and one state of fixed size. Its
+block is where that stands behind the block's last token, or behind the last token that there is. So it is a layer whose
+window is one token and the one before it: a table holds the block that is written and the one that is read, and a
+prefix is found where the block that ends it still stands, whatever has become of those before. A state is much larger
+than K and V of a few tokens, so blocks have to be long (`block_size_for`).
+
 No torch here: the control plane counts with these.
 """
 
@@ -26,9 +32,9 @@ Window = int | None  # tokens that a layer reads, the query's own among them; No
 
 
 class LayerKind(NamedTuple):
-    """What a layer keeps of a request: full and window K and V of each head, latent one vector a token (MLA). For the
-    others this is the name alone: cross (of an encoder's tokens), state (recurrent), none (nothing is kept, as in an
-    encoder)."""
+    """What a layer keeps of a request: full and window K and V of each head, latent one vector a token (MLA), state one
+    for all tokens (recurrent). For the others this is the name alone: cross (of an encoder's tokens), none (nothing is
+    kept, as in an encoder)."""
 
     name: Literal["full", "window", "latent", "cross", "state", "none"]
     window: Window = None
@@ -47,8 +53,32 @@ class Latent(NamedTuple):
         return self.rank + self.rope_size
 
 
-FULL, LATENT = LayerKind("full"), LayerKind("latent")
-PAGED = ("full", "window", "latent")  # kinds that blocks of tokens are kept of
+class GatedDelta(NamedTuple):
+    """The state of a layer of gated delta rule (Gated DeltaNet, Yang et al. 2025): of each value head a matrix that
+    maps keys to values, and the last inputs of a short convolution over q, k and v. All in float32."""
+
+    num_k_heads: int  # of q as well; a value head shares one with its neighbours
+    num_v_heads: int
+    k_size: int
+    v_size: int
+    kernel: int  # tokens that the convolution sees, the own among them
+
+    @property
+    def channels(self) -> int:
+        """Numbers a token of q, k and v together."""
+        return 2 * self.num_k_heads * self.k_size + self.num_v_heads * self.v_size
+
+    @property
+    def num_matrix_floats(self) -> int:
+        return self.num_v_heads * self.k_size * self.v_size
+
+    @property
+    def num_floats(self) -> int:
+        return self.num_matrix_floats + (self.kernel - 1) * self.channels
+
+
+FULL, LATENT, STATE = LayerKind("full"), LayerKind("latent"), LayerKind("state", window=2)
+PAGED = ("full", "window", "latent", "state")  # kinds that blocks are kept of
 READ = 16  # keys that a kernel reads together, from a multiple of it on: a masked one must still be the request's own
 
 
@@ -66,6 +96,11 @@ class KVGroups:
     def windows(self) -> tuple[Window, ...]:
         """Of each group."""
         return tuple(group.kind.window for group in self.groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Some of what is kept stands for all tokens up to one, and for no fewer."""
+        return any(group.kind == STATE for group in self.groups)
 
     @property
     def num_tensors(self) -> int:
@@ -104,9 +139,13 @@ class KVGroups:
         return low * block_size
 
     def __str__(self) -> str:
-        each = [f"{len(g.layers)} of {g.kind.window} tokens" for g in self.groups if g.kind.window is not None]
-        full = [f"{len(g.layers)} of all tokens" for g in self.groups if g.kind.window is None]
-        return f"layers in groups: {', '.join(full + each)}"
+        def told(kind: LayerKind) -> str:
+            if kind == STATE:
+                return "a state"
+            return "all tokens" if kind.window is None else f"{kind.window} tokens"
+
+        in_order = sorted(self.groups, key=lambda group: group.kind.window is not None)
+        return f"layers in groups: {', '.join(f'{len(group.layers)} of {told(group.kind)}' for group in in_order)}"
 
 
 ONE_GROUP = KVGroups((KVGroup(FULL, (0,)),))  # what a model of one kind, full attention, looks like from above
@@ -117,6 +156,13 @@ def first_kept(num_tokens: int, window: Window, block_size: int) -> int:
     return 0 if window is None else max(0, num_tokens - window + 1) // READ * READ // block_size
 
 
+def block_size_for(state: GatedDelta, bytes_per_token: int, asked: int) -> int:
+    """Tokens a block: as many as were asked for or, if a state needs more room, as it takes. bytes_per_token: of K and
+    V in one layer."""
+    needed = -(-4 * state.num_floats // bytes_per_token)
+    return asked if needed <= asked else -(-needed // READ) * READ
+
+
 def one_group(num_layers: int) -> KVGroups:
     """All layers together: each keeps all tokens, and a window is no more than a mask."""
     return KVGroups((KVGroup(FULL, tuple(range(num_layers))),))
@@ -124,7 +170,7 @@ def one_group(num_layers: int) -> KVGroups:
 
 def group_layers(kinds: Sequence[LayerKind]) -> KVGroups:
     """Groups of as many layers as the rarest kind has; or as the commonest one, if that is little more: then a few
-    places of a block stay empty, and there are fewer tables (vLLM's rule)."""
+    places of a block stay empty, and there are fewer tables (vLLM's rule). Those of states are the last."""
     unknown = {kind.name for kind in kinds} - set(PAGED)
     assert not unknown, f"no pages are laid out for layers of kind {', '.join(sorted(unknown))}"
     members: dict[LayerKind, list[int]] = {}
@@ -135,7 +181,7 @@ def group_layers(kinds: Sequence[LayerKind]) -> KVGroups:
     return KVGroups(
         tuple(
             KVGroup(kind, tuple(layers[first : first + size]))
-            for kind, layers in sorted(members.items(), key=lambda item: item[0].window is not None)
+            for kind, layers in sorted(members.items(), key=lambda item: (item[0] == STATE, item[0].window is not None))
             for first in range(0, len(layers), size)
         )
     )

@@ -44,7 +44,38 @@ class NaiveLatentAttention:
         out.copy_(torch.einsum("hqk,khd->qhd", weights, both[:, :, nope_size:]))
 
 
+class NaiveHybridAttention(NaiveAttention):
+    """Layers with a recurrent state beside others."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv, meta, layer: AttentionSpec, out: Tensor) -> None:
+        if layer.state is None:
+            super().forward(q, k, v, kv, meta, layer, out)
+        else:
+            delta_rule(q, k, v, layer, out)
+
+
+def delta_rule(qkv: Tensor, gates: Tensor, taps: Tensor, layer: AttentionSpec, out: Tensor) -> None:
+    """Token by token and head by head, from nothing (Gated DeltaNet, Yang et al. 2025)."""
+    of, num_tokens = layer.state, len(qkv)
+    inputs = torch.nn.functional.pad(qkv.float(), (0, 0, of.kernel - 1, 0))
+    mixed = torch.stack([(inputs[t : t + of.kernel] * taps).sum(0) for t in range(num_tokens)])
+    mixed = mixed * mixed.sigmoid()
+    width, share = of.num_k_heads * of.k_size, of.num_v_heads // of.num_k_heads
+    for h in range(of.num_v_heads):
+        keys, values = slice(h // share * of.k_size, (h // share + 1) * of.k_size), slice(h * of.v_size, None)
+        q, k = mixed[:, :width][:, keys], mixed[:, width : 2 * width][:, keys]
+        v = mixed[:, 2 * width :][:, values][:, : of.v_size]
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        known = torch.zeros(of.k_size, of.v_size)
+        for t in range(num_tokens):
+            known = known * gates[t, 0, h].exp()
+            known = known + torch.outer(k[t], gates[t, 1, h] * (v[t] - k[t] @ known))
+            out[t, h] = q[t] @ known / of.k_size**0.5
+
+
 def naive_for(layers: list[AttentionSpec]) -> NaiveAttention | NaiveLatentAttention:
+    if any(layer.state is not None for layer in layers):
+        return NaiveHybridAttention()
     return NaiveAttention() if layers[0].latent is None else NaiveLatentAttention()
 
 

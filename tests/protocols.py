@@ -4,7 +4,7 @@ The engine takes its parts from registries, by name, so no call in it shows a ch
 is assigned to the type of its Protocol. Nothing runs this; tests/test_protocols.py asks that no part is missing.
 """
 
-from minivllm.attention.base import AttentionBackend, LatentBackend
+from minivllm.attention.base import AttentionBackend, LatentBackend, StateBackend
 from minivllm.attention.cpu import CPUAttention
 from minivllm.attention.flash import FlashBackend
 from minivllm.attention.flashinfer import FlashInferBackend
@@ -13,6 +13,8 @@ from minivllm.attention.latent import LatentReference
 from minivllm.attention.latent_cpu import LatentCPU
 from minivllm.attention.reference import ReferenceAttention
 from minivllm.attention.sdpa import SDPAAttention
+from minivllm.attention.state import StateChunked, StateReference
+from minivllm.attention.state_cpu import StateCPU
 from minivllm.attention.triton import TritonAttention
 from minivllm.engine.build.cluster import PolicyRouter
 from minivllm.engine.client import EngineClient, InprocClient, LinkClient
@@ -122,6 +124,7 @@ attention_backends: list[type[AttentionBackend]] = [CPUAttention, SDPAAttention,
 reference: list[type[AttentionBackend]] = [ReferenceAttention]  # pyright: ignore[reportAssignmentType]
 latent_reference: list[type[LatentBackend]] = [LatentReference]  # pyright: ignore[reportAssignmentType]
 latent_backends: list[type[LatentBackend]] = [LatentCPU]
+state_backends: list[type[StateBackend]] = [StateReference, StateChunked, StateCPU]
 gpu_attention_backends: list[type[AttentionBackend]] = [TritonAttention, FlashBackend, FlashInferBackend]
 logits_processors: list[type[LogitsProcessor]] = [
     GrammarMask,

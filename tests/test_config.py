@@ -28,7 +28,7 @@ def test_none_empties_an_optional_field_and_names_an_option_elsewhere():
         ({"kv": "hash"}, 'no option "kv"'),
         ({"kv.prefix": "hsh"}, 'kv.prefix: no option "hsh". Did you mean "hash"? Options: none, hash'),
         ({"kv.block_size": "big"}, 'kv.block_size must be int, got "big"'),
-        ({"kv.block_size": 0}, "kv.block_size must be at least 1 and at most 256, got 0"),
+        ({"kv.block_size": 0}, "kv.block_size must be at least 1 and at most 8192, got 0"),
         ({"kv.memory_fraction": 1.5}, "kv.memory_fraction must be at least"),
         ({"scheduler.max_num_seqs": 0}, "scheduler.max_num_seqs must be at least 1"),
         ({"model.dtype": "int3"}, 'model.dtype must be one of auto, bfloat16, float16, float32, got "int3"'),

@@ -4,7 +4,8 @@ A backend sees one batch of tokens in request order: request r owns query rows q
 are the last tokens of its seq_lens[r] tokens. There is no prefill or decode flag: a decode is a request with one query.
 
 A layer says of which kind it is, and each kind has backends of its own: of K and V by heads an AttentionBackend, of one
-latent vector a token a LatentBackend. Both are called alike, so nothing between a model and them knows the kinds.
+latent vector a token a LatentBackend, of one state for all tokens a StateBackend. All are called alike, so nothing
+between a model and them knows the kinds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from minivllm.kv_groups import FULL, LATENT, Latent, LayerKind
+from minivllm.kv_groups import FULL, LATENT, STATE, GatedDelta, Latent, LayerKind
 
 if TYPE_CHECKING:
     from minivllm.batch import InputBatch
@@ -36,6 +37,8 @@ class AttentionSpec:
     row_wise: bool = False  # the bits of a query's result may not depend on what is computed beside it (cpu.py)
     causal: bool = True  # False: every token sees every other (encoders); attention/packed.py alone can do that
     latent: Latent | None = None  # what is kept of a token in the place of K and V (attention/latent.py)
+    state: GatedDelta | None = None  # what is kept of all tokens in that place (attention/state.py); then the heads are
+    # those of the attention layers beside it, whose pages it shares
     group: int = field(default=0, hash=False)  # the KV group whose block tables it reads (attention/groups.py)
 
     @property
@@ -44,6 +47,8 @@ class AttentionSpec:
             return LayerKind("none")
         if self.latent is not None:
             return LATENT
+        if self.state is not None:
+            return STATE
         return FULL if self.sliding_window is None else LayerKind("window", self.sliding_window)
 
 
@@ -150,4 +155,24 @@ class LatentBackend(Protocol):
         """Write latent [T, rank + rope_size] at the batch's slots of kv, then attend q [T, heads, head_size] into out
         [T, heads, value_size]. expand [heads, head_size - rope_size + value_size, rank] makes of a token's first
         `rank` numbers, for each head, the part of its K that does not turn, and its V."""
+        ...
+
+
+class StateBackend(Protocol):
+    """The same for layers that keep a recurrent state: one registry entry of the `runner.attention` axis for such
+    layers (features.STATE_ATTENTION). They lie in the pages of the attention layers beside them, so the constructor
+    takes what theirs does and which dimension of their tensors counts blocks (attention/groups.py)."""
+
+    def prepare(self, batch: InputBatch) -> Any: ...
+
+    def forward(
+        self, qkv: Tensor, gates: Tensor, taps: Tensor, kv: Tensor, meta: Any, layer: AttentionSpec, out: Tensor
+    ) -> None:
+        """Take each request's tokens into its state, which is read from its block tables and written to them, behind
+        every block that the tokens fill and behind the last of them.
+
+        qkv [T, channels]: of q's heads, k's and v's, before the convolution. gates [T, 2, value heads] float32: the
+        logarithm of what is left of the state, and how much of what it says of a key is replaced. taps [kernel,
+        channels] float32: of the convolution, the own token's last. out [T, value heads, value size] float32: what the
+        state answers to q."""
         ...

@@ -86,7 +86,6 @@ class CPUAttention:
 
     def __init__(self, layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device):
         check_layers(layers, spec)
-        assert 1 <= spec.block_size <= 256, spec
         self.spec = spec
         self.lib = lib = build.library()
         for name, (result, arguments) in SIGNATURES.items():

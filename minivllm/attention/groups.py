@@ -3,17 +3,21 @@
 A step is prepared once for each group, with its tables and slots, and a layer's call goes to the backend of its group.
 All work on the same tensors, in blocks that the pool has given to their group. With one group none of this is there:
 the backend is that of the layers.
+
+Layers with recurrent states have backends of another kind, and their groups share the tensors all the same: a state
+lies in a page of K and V (HybridAttention).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec
+from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec, StateBackend
 from minivllm.kv_groups import KVGroups
 
 if TYPE_CHECKING:
@@ -27,11 +31,18 @@ def in_groups(layers: list[AttentionSpec], groups: KVGroups) -> list[AttentionSp
 
 
 def make_backend(
-    kind: type[AttentionBackend], layers: list[AttentionSpec], spec: KVSpec, num_blocks: int, device: torch.device
+    kind: type[AttentionBackend],
+    layers: list[AttentionSpec],
+    spec: KVSpec,
+    num_blocks: int,
+    device: torch.device,
+    of_states: type[StateBackend] | None = None,
 ) -> AttentionBackend:
-    """For layers that know their groups."""
+    """For layers that know their groups. of_states: of those with recurrent states, if there are such."""
     if all(layer.group == 0 for layer in layers):
         return kind(layers, spec, num_blocks, device)
+    if of_states is not None:
+        return HybridAttention(kind, layers, spec, num_blocks, device, of_states)
     return GroupedAttention(kind, layers, spec, num_blocks, device)
 
 
@@ -67,6 +78,64 @@ class GroupedAttention:
     ) -> None:
         """For kinds that have it."""
         self.backends[layer.group].rope_and_attend(qkv, turn, kv, meta[layer.group], layer, out)
+
+
+class HybridMeta(NamedTuple):
+    attention: Any  # what the attention layers' backend prepared
+    states: dict[int, Any]  # by group
+    begun: dict[int, Tensor]  # by group of attention layers: the blocks whose first token is in this step
+
+
+class HybridAttention:
+    """Attention layers, in one group or several, and in groups behind them layers with recurrent states.
+
+    A backend of attention may read keys and values that it then masks, and what is masked must be a number. In a block
+    that was a state's some are none, so it is cleared for the first of its tokens."""
+
+    def __init__(
+        self,
+        kind: type[AttentionBackend],
+        layers: list[AttentionSpec],
+        spec: KVSpec,
+        num_blocks: int,
+        device: torch.device,
+        of_states: type[StateBackend],
+    ):
+        own = [layer for layer in layers if layer.state is None]
+        self.attention = attention = make_backend(kind, own, spec, num_blocks, device)
+        self.kv_shape, self.block_axis, self.kv_layout = attention.kv_shape, attention.block_axis, attention.kv_layout
+        self.kv_dtypes, self.host_tables, self.graphs = attention.kv_dtypes, attention.host_tables, "none"
+        self.groups, self.block_size, self.device = sorted({layer.group for layer in own}), spec.block_size, device
+        with_states: dict[int, list[AttentionSpec]] = {}
+        for layer in layers:
+            if layer.state is not None:
+                with_states.setdefault(layer.group, []).append(layer)
+        sizes = spec, num_blocks, device, self.block_axis
+        self.states = {group: of_states(of, *sizes) for group, of in with_states.items()}
+
+    def prepare(self, batch: InputBatch) -> HybridMeta:
+        own = batch if isinstance(self.attention, GroupedAttention) else batch.of_group(self.groups[0])
+        states = {group: backend.prepare(batch.of_group(group)) for group, backend in self.states.items()}
+        begun = {group: self._begun(batch, group) for group in self.groups}
+        return HybridMeta(self.attention.prepare(own), states, begun)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, meta: HybridMeta, layer: AttentionSpec, out: Tensor
+    ) -> None:
+        """Of a layer with a state q, k and v are what StateBackend.forward takes in their place."""
+        if layer.state is not None:
+            self.states[layer.group].forward(q, k, v, kv, meta.states[layer.group], layer, out)
+            return
+        if len(begun := meta.begun[layer.group]):
+            kv.view(torch.uint8).index_fill_(self.block_axis, begun, 0)
+        self.attention.forward(q, k, v, kv, meta.attention, layer, out)
+
+    def _begun(self, batch: InputBatch, group: int) -> Tensor:
+        tables = batch.block_tables[group]
+        ends = -(-batch.seq_lens // self.block_size)
+        firsts = -(-(batch.seq_lens - np.diff(batch.query_start)) // self.block_size)
+        found = [int(tables[r, at]) for r in range(len(ends)) for at in range(firsts[r], ends[r])]
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
 
 
 def backends_of(backend: AttentionBackend) -> list[AttentionBackend]:

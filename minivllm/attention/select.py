@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.attention.base import AttentionBackend, AttentionSpec
+from minivllm.attention.base import AttentionBackend, AttentionSpec, StateBackend
 from minivllm.errors import ConfigError
 from minivllm.registry import Registry
 
@@ -47,6 +47,15 @@ class Choice(NamedTuple):
 
 def is_latent(layers: Sequence[AttentionSpec]) -> bool:
     return any(layer.latent is not None for layer in layers)
+
+
+def state_backend(
+    name: str, layers: Sequence[AttentionSpec], registry: Registry[StateBackend]
+) -> type[StateBackend] | None:
+    """Of the layers with recurrent states, if there are such. name: of the attention layers' backend."""
+    if all(layer.state is None for layer in layers):
+        return None
+    return registry.get(name if name in registry.names() else "sdpa")
 
 
 def check_alike(layers: Sequence[AttentionSpec], beside: Sequence[AttentionSpec]) -> None:

@@ -18,6 +18,9 @@ one behind the other in its table. Of a group with a sliding window the blocks t
 back, when the table grows; `absent`, which is no block of the pool, stands in their places, all at the group's
 beginning. One group that keeps all tokens is the case above, and costs nothing more.
 
+K and V behind a request's computed tokens, of a step in flight or one that failed, hurt nobody. A state that stands
+there cannot go back, so from one that may (`Table.reached`) nobody forks, and it is not swapped but computed again.
+
 The manager knows nothing of phases, policies or devices.
 """
 
@@ -41,6 +44,7 @@ class Table:
 
     blocks: list[int]  # one of each group, then the next of each
     num_published: int
+    reached: int = 0  # tokens that a step was given room for: a state may stand behind all of them. Of states alone
 
 
 class Found(NamedTuple):
@@ -71,6 +75,7 @@ class PagedKVManager:
         request; how long one may get depends on it where groups have windows."""
         self.block_size = block_size
         self.num_groups = len(groups.groups)
+        self._has_states = groups.has_states
         self._bounded = [(group, window) for group, window in enumerate(groups.windows) if window is not None]
         self.absent = num_blocks  # the workers' spare block, which no table names
         self.pool = BlockPool(num_blocks)
@@ -102,6 +107,8 @@ class PagedKVManager:
         if table is None:
             return self._admit(req, new_tokens + lookahead)
         planned = req.num_computed_tokens + req.num_in_flight
+        if self._has_states:
+            table.reached = planned + new_tokens
         missing = self._blocks_for(planned + new_tokens + lookahead) - len(table.blocks)
         if missing <= 0:
             return ()
@@ -130,9 +137,7 @@ class PagedKVManager:
         if table is None:
             return
         if keep:
-            self._give_back_behind(table.blocks, req.num_computed_tokens)
-            used = self._blocks_for(req.num_computed_tokens)
-            self.swap.keep(req, self._held(table.blocks[:used]), table.num_published)
+            self._keep(req, table)
         self._give_back(reversed(self._held(table.blocks)))
 
     def check(self) -> None:
@@ -158,10 +163,13 @@ class PagedKVManager:
     def fork(self, parent: Request, child: Request) -> int:
         """Like lookup(child), but what is found is the parent's KV, without a copy: all computed tokens that both have,
         short of the child's last one. Nothing is held until allocate(child). 0 with shares_forks=False, or if a window
-        of the parent has moved on: the child is admitted like anybody else, and finds what the prefix index has."""
+        or a state of the parent has moved on: the child is admitted like anybody else, and finds what the prefix index
+        has."""
         if not self.shares_forks:
             return 0
         num_tokens = min(parent.num_computed_tokens, child.num_tokens - 1)
+        if self._has_states and num_tokens != self.tables[parent.id].reached:
+            return 0
         blocks = self.tables[parent.id].blocks[: self._blocks_for(num_tokens)]
         if any(self.absent in blocks[first :: self.num_groups] for first in self._firsts_kept(num_tokens)):
             return 0
@@ -193,6 +201,15 @@ class PagedKVManager:
 
     # --- inside
 
+    def _keep(self, req: Request, table: Table) -> None:
+        """On the host, if that is the policy."""
+        if self._has_states and table.reached != req.num_computed_tokens:
+            self.moves.notes.append(f"preempt {req.id}: recompute (its states have moved on)")
+            return
+        self._give_back_behind(table.blocks, req.num_computed_tokens)
+        used = self._blocks_for(req.num_computed_tokens)
+        self.swap.keep(req, self._held(table.blocks[:used]), table.num_published)
+
     def _num_distinct(self, req_ids: Iterable[str]) -> int:
         """Blocks that these name."""
         return len({block for req_id in req_ids for block in self._held(self.tables[req_id].blocks)})
@@ -215,7 +232,8 @@ class PagedKVManager:
         if shares_last:
             self._copy_on_write(blocks)
         blocks += self._take(missing)
-        self.tables[req.id] = Table(blocks, num_published=found.num_tokens // self.block_size)
+        reached = found.num_tokens + new_tokens
+        self.tables[req.id] = Table(blocks, found.num_tokens // self.block_size, reached)
         return list(blocks)
 
     def _return(self, req: Request, new_tokens: int) -> list[int] | None:
@@ -227,7 +245,7 @@ class PagedKVManager:
             return None
         back = self.swap.bring(req, self._take(num_back), self.pool)
         blocks = self._with_gaps(back.blocks, kept.num_tokens) + self._take(num_grown)
-        self.tables[req.id] = Table(blocks, back.num_published)
+        self.tables[req.id] = Table(blocks, back.num_published, kept.num_tokens + new_tokens)
         return list(blocks)
 
     def _copy_on_write(self, blocks: list[int]) -> None:

@@ -367,7 +367,7 @@ def report(engine: AsyncLLM, names: Sequence[str], url: str, parsers: list[Row])
         return report_pooling(engine, names, url)
     info, config = engine.info, engine.config
     chosen = {decision.field: decision.reason for decision in engine.decisions}
-    blocks = f"{info['num_blocks']:,} of {config.kv.block_size} tokens"
+    blocks = f"{info['num_blocks']:,} of {info['block_size']} tokens"
     rows = [
         ("URL", f"{url}/v1", "OpenAI-compatible; /metrics, /health and /openapi.json are beside it"),
         ("model", ", ".join(names), "" if names == [config.model.path] else config.model.path),

@@ -13,13 +13,26 @@ from minivllm.kv.prefix_hash import HashPrefix
 from minivllm.kv.prefix_radix import RadixPrefix
 from minivllm.kv.swap import Swap
 from minivllm.kv.waste import Waste, paged_waste
-from minivllm.kv_groups import FULL, KVGroup, KVGroups, LayerKind, first_kept, group_layers, one_group
+from minivllm.kv_groups import (
+    FULL,
+    STATE,
+    GatedDelta,
+    KVGroup,
+    KVGroups,
+    LayerKind,
+    block_size_for,
+    first_kept,
+    group_layers,
+    one_group,
+)
 from minivllm.plan import StepPlan
 from minivllm.request import Request, SamplingParams
 
 BLOCK = 4
 INDEXES = {"hash": lambda: HashPrefix(seed="test"), "radix": RadixPrefix}
+OF_STATE = STATE.window  # no other group here has such a window
 WINDOWS = (None,), (5,), (None, 5), (None, 1), (None, 3, 12), (4, 9), (None, None, 6)
+WINDOWS += (None, OF_STATE), (None, OF_STATE, OF_STATE), (None, 5, OF_STATE)
 
 
 def window(size):
@@ -27,7 +40,8 @@ def window(size):
 
 
 def groups_of(windows):
-    return KVGroups(tuple(KVGroup(FULL if w is None else window(w), (i,)) for i, w in enumerate(windows)))
+    kinds = {None: FULL, OF_STATE: STATE}
+    return KVGroups(tuple(KVGroup(kinds.get(w) or window(w), (i,)) for i, w in enumerate(windows)))
 
 
 def make(windows, num_blocks=60, index="hash", most_new=16, **options):
@@ -87,8 +101,20 @@ def test_a_place_of_a_tensor_belongs_to_one_layer_of_a_group():
 
 
 def test_a_kind_without_pages_is_refused_by_its_name():
-    with pytest.raises(AssertionError, match="state"):
-        group_layers([FULL, LayerKind("state")])
+    with pytest.raises(AssertionError, match="cross"):
+        group_layers([FULL, LayerKind("cross")])
+
+
+def test_groups_of_states_are_the_last_and_are_called_that():
+    groups = group_layers([STATE, STATE, window(8), STATE, STATE, FULL] * 2)
+    assert [group.kind for group in groups.groups] == [FULL, window(8), *[STATE] * 4]
+    assert str(groups) == "layers in groups: 2 of all tokens, 2 of 8 tokens" + ", 2 of a state" * 4
+
+
+def test_a_block_has_room_for_a_state():
+    state = GatedDelta(2, 4, 16, 24, 4)  # 4 matrices of 16 by 24 numbers, and 3 inputs of 160 channels: 8064 bytes
+    assert [block_size_for(state, size, 16) for size in (512, 504, 503, 100)] == [16, 16, 32, 96]
+    assert block_size_for(state, 100, 128) == 128
 
 
 # ------------------------------------------------------------------------------------------------ what a request holds
@@ -142,7 +168,7 @@ def test_a_pool_holds_more_requests_of_a_model_with_windows():
     assert held == {"one group": 2, "windows": 5}
 
 
-@pytest.mark.parametrize("windows", [(None, 5), (5,), (None, 3, 12)])
+@pytest.mark.parametrize("windows", [(None, 5), (5,), (None, 3, 12), (None, OF_STATE)])
 def test_who_returns_from_the_host_has_its_windows_where_they_were(windows):
     kv, req = make(windows, num_host_blocks=60, swap_policy=Swap()), request("a", range(41))
     compute(kv, req)
@@ -184,6 +210,19 @@ def test_a_fork_behind_a_window_that_has_moved_on_is_computed_from_its_beginning
     child = request("b", range(num_tokens))
     assert kv.fork(parent, child) == num_shared
     assert ("b" in kv._found) == bool(num_shared)
+
+
+def test_from_a_state_that_may_have_moved_on_nobody_forks_and_none_is_kept():
+    kv, parent = make((None, OF_STATE), num_host_blocks=60, swap_policy=Swap()), request("a", range(40))
+    compute(kv, parent, most=8)
+    assert kv.fork(parent, request("b", range(41))) == 40
+    assert kv.fork(parent, request("c", range(40))) == 0  # it would begin at 39, and the state has the fortieth token
+    parent.token_ids.append(1)
+    kv.allocate(parent, 1)  # for a step that is in flight, or that fails
+    assert kv.fork(parent, request("d", range(41))) == 0
+    kv.free(parent, keep=True)
+    assert "a" not in kv.swap.kept and kv.moves.notes == ["preempt a: recompute (its states have moved on)"]
+    kv.check()
 
 
 def test_waste_of_a_pool_of_two_groups_computed_by_hand():
@@ -277,7 +316,7 @@ class GroupMachine(RuleBasedStateMachine):
             for at in range(first_kept(start, size, BLOCK), -(-start // BLOCK)):
                 owner, tokens = self.content[kept[at]]
                 want = req.token_ids[: min(start, (at + 1) * BLOCK)]
-                assert owner == group and tokens[: len(want)] == want
+                assert owner == group and (tokens if size == OF_STATE else tokens[: len(want)]) == want
 
     def step(self, req, start):
         count = min(self.most, req.num_tokens - start)
@@ -311,6 +350,17 @@ class GroupMachine(RuleBasedStateMachine):
             if req.num_computed_tokens == req.num_tokens:
                 req.token_ids.append(token)
             self.step(req, req.num_computed_tokens)
+
+    @rule(which=st.integers(0, 9), keep=st.booleans())
+    def fail(self, which, keep):
+        """In the middle of a step, and all of it is preempted."""
+        if self.requests:
+            req = list(self.requests.values())[which % len(self.requests)]
+            start, count = req.num_computed_tokens, min(self.most, req.num_tokens - req.num_computed_tokens)
+            if count and self.kv.allocate(req, count) is not None:
+                self.move()
+                self.write(req, start, start + count)
+                self.leave(which, keep)
 
     @rule(which=st.integers(0, 9), shorter=st.integers(0, 12), token=st.integers(0, 2))
     def fork(self, which, shorter, token):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ from parallel.threads import all_ranks, on_all
 from torch import Tensor
 
 from minivllm.attention.base import kv_spec
+from minivllm.attention.groups import make_backend
 from minivllm.attention.latent import LatentReference
 from minivllm.attention.reference import ReferenceAttention
 from minivllm.attention.select import is_latent
+from minivllm.attention.state import StateReference
 from minivllm.batch import InputBatch
 from minivllm.compile.context import ForwardContext, forward_context
+from minivllm.kv_groups import block_size_for
 from minivllm.loading import load_model
 from minivllm.parallel.group import ONE_DEVICE, Ranks
 from minivllm.parallel.placement import Placement
@@ -31,8 +35,14 @@ class Device:
     def __init__(self, folder: Any, ranks: Ranks = ONE_DEVICE, **how: Any):
         self.model = load_model(str(folder), torch.float32, CPU, ranks=ranks, **how).model
         layers, self.at, self.length = self.model.attention_layers, ranks.placement, 0
-        kind = LatentReference if is_latent(layers) else ReferenceAttention
-        self.backend = kind(layers, kv_spec(layers, BLOCK, torch.float32), NUM_BLOCKS, CPU)
+        kind, states = LatentReference if is_latent(layers) else ReferenceAttention, None
+        self.block, self.num_groups = BLOCK, 1
+        if (of_state := next((layer.state for layer in layers if layer.state is not None), None)) is not None:
+            self.block = block_size_for(of_state, kv_spec(layers[:1], 1, torch.float32).bytes_per_block, BLOCK)
+            self.num_groups, states = 2, StateReference
+            layers[:] = [replace(layer, group=int(layer.state is not None)) for layer in layers]
+        sizes = kv_spec(layers, self.block, torch.float32), NUM_BLOCKS, CPU
+        self.backend = make_backend(kind, layers, *sizes, states)
         self.caches = [torch.zeros(self.backend.kv_shape(NUM_BLOCKS)) for _ in layers]
 
     def step(self, token_ids: Sequence[int]) -> Tensor | None:
@@ -48,15 +58,19 @@ class Device:
     def _batch(self, token_ids: Sequence[int]) -> InputBatch:
         end, count = self.length + len(token_ids), len(token_ids)
         positions, table = np.arange(self.length, end), np.arange(NUM_BLOCKS)[::-1]  # blocks in no order of their own
+        slots = table[positions // self.block] * self.block + positions % self.block
+        tables = table[None].astype(np.int32)
+        if self.num_groups > 1:  # each layer has a cache of its own: the same blocks of all
+            slots, tables = (np.stack([column] * self.num_groups) for column in (slots, tables))
         return InputBatch(
             req_ids=["a"],
             rows=np.zeros(1, np.int64),
             token_ids=np.array(token_ids),
             positions=positions,
-            slot_mapping=table[positions // BLOCK] * BLOCK + positions % BLOCK,
+            slot_mapping=slots,
             query_start=np.array([0, count], np.int32),
             seq_lens=np.array([end], np.int32),
-            block_tables=table[None].astype(np.int32),
+            block_tables=tables,
             sample_tokens=np.array([count - 1]),
             sample_requests=np.zeros(1, np.int64),
             draft_tokens=np.full(1, -1),

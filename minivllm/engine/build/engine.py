@@ -115,6 +115,8 @@ def build_over(
     """The control plane of an executor whose workers are there. It is the core's from then on. make_kv: as build_kv."""
     facts = executor.call("facts")[0]
     costs = executor.call("measure_costs")[0] if config.kv.preemption == "auto" else None
+    if facts.keeps_kv:
+        config = config.override({"kv.block_size": facts.block_size})
     sizes = facts.num_blocks, facts.max_model_len, facts.num_host_blocks, costs, facts.groups
     kv = make_kv(config, *sizes) if facts.keeps_kv else NoKV(facts.max_model_len)
     max_model_len = _fit_length(config, facts.max_model_len, kv, facts.decisions)

@@ -58,6 +58,7 @@ def facts_with_kv(
         info=about.info | info,
         lookahead=lookahead,
         groups=groups,
+        block_size=config.kv.block_size,
     )
 
 

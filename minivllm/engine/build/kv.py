@@ -15,7 +15,7 @@ from minivllm.kv.contiguous import ContiguousKVManager, Reservation, reserve_max
 from minivllm.kv.manager import PagedKVManager
 from minivllm.kv.prefix_groups import GroupPrefix
 from minivllm.kv.store import BlockStore, StoredKV
-from minivllm.kv_groups import ONE_GROUP, KVGroups, LayerKind, group_layers, one_group
+from minivllm.kv_groups import ONE_GROUP, STATE, KVGroups, LayerKind, group_layers, one_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,11 @@ def choose_groups(
 ) -> KVGroups:
     """By their kinds, where a request's blocks may come and go one by one. shares_blocks: another model keeps its K and
     V under the same block ids."""
+    if STATE in kinds and config.spec_decode.method != "none":
+        raise ConfigError(
+            f"spec_decode.method={config.spec_decode.method} takes back tokens that were guessed wrong, and a "
+            "recurrent state, which this model's layers keep, cannot go back. Use spec_decode.method=none"
+        )
     why = None
     if config.kv.allocation != "paged":
         why = f"kv.allocation={config.kv.allocation} gives a request one run"
@@ -54,6 +59,8 @@ def choose_groups(
         why = "a draft model keeps its K and V under the same block ids"
     if why is None or all(kind.window is None for kind in kinds):
         return group_layers(kinds)
+    if STATE in kinds:
+        raise ConfigError(f"this model's layers keep recurrent states, in blocks of groups of their own, and {why}")
     decisions.note("kv.allocation", config.kv.allocation, f"layers with windows keep all tokens: {why}")
     return one_group(len(kinds))
 

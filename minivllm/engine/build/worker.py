@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 
 from minivllm import features
-from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec, kv_spec
+from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec, StateBackend, kv_spec
 from minivllm.attention.groups import in_groups, make_backend
-from minivllm.attention.select import check_alike, is_latent
+from minivllm.attention.select import check_alike, is_latent, state_backend
 from minivllm.attention.select import choose as choose_attention
 from minivllm.batch import BatchKey, InputSizes
 from minivllm.config import Decision, Decisions, EngineConfig, budget_of, declared_conflict
@@ -23,7 +23,7 @@ from minivllm.engine.build.grammars import build_grammars
 from minivllm.engine.build.kv import choose_groups
 from minivllm.facts import WorkerFacts
 from minivllm.kernels.dispatch import Dispatch
-from minivllm.kv_groups import KVGroups
+from minivllm.kv_groups import KVGroups, block_size_for
 from minivllm.loading import LoadedModel, load_model
 from minivllm.loading.cache import default_cache_dir
 from minivllm.lora.slots import AdapterSlots, NoAdapters
@@ -40,7 +40,7 @@ from minivllm.runner.forward_graphs import Graphed, Setting
 from minivllm.runner.head_sampling import SamplingHead
 from minivllm.runner.inputs import InputBuilder, Rows
 from minivllm.runner.inputs_place import place_inputs
-from minivllm.runner.memory import Sizes, host_cache, size_memory, zeros
+from minivllm.runner.memory import Sizes, format_size, host_cache, size_memory, zeros
 from minivllm.runner.model_state import make_state
 from minivllm.runner.platform import choose_device, choose_dtype, choose_threads
 from minivllm.runner.profile_run import peak_of, profile_run
@@ -73,12 +73,13 @@ class WorkerBuilder:
             self.decisions.append(settled)
         self.dtype = self.decisions.note("model.dtype", *choose_dtype(config.model.dtype, self.device))
         self.kernels = Dispatch(config.runner.kernels, self.device)
+        self.of_states: type[StateBackend] | None = None
         self.throttle = Throttle(config.scheduler.max_num_seqs)
 
     def build(self) -> Worker:
-        begin, config = time.perf_counter(), self.config
-        loaded = self.load()
+        begin, loaded = time.perf_counter(), self.load()
         layers = loaded.model.attention_layers
+        config = self.config = self._with_room_for_states(layers)
         recipe = features.PROPOSERS.get(config.spec_decode.method)(config, loaded, self.dtype, self.device)
         name, backend_class = self.choose_attention(layers, recipe)
         self.make_inputs = self._place_inputs(backend_class)
@@ -90,7 +91,7 @@ class WorkerBuilder:
         forwards += gpu_bytes_beside(config.runner.compile, self.device)
         sizes, decisions = size_memory(config, kv_spec, groups, self.device, loaded.spec.max_position, forwards)
         self.decisions += decisions
-        backend = make_backend(backend_class, layers, kv_spec, sizes.num_blocks + 1, self.device)
+        backend = make_backend(backend_class, layers, kv_spec, sizes.num_blocks + 1, self.device, self.of_states)
         runner = self.make_runner(loaded, backend, sizes, recipe)
         num_groups = len(groups.groups)
         dummies = DummyBatches(sizes.num_blocks, config.kv.block_size, sizes.max_model_len, num_groups)
@@ -147,8 +148,22 @@ class WorkerBuilder:
         backend_class, choice = choose_attention(
             self.config.runner.attention, self.device, layers, registry, other, proves
         )
+        self.of_states = state_backend(choice.name, layers, features.STATE_ATTENTION)
         self.decisions.note("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
+
+    def _with_room_for_states(self, layers: list[AttentionSpec]) -> EngineConfig:
+        """The configuration, whose blocks hold a layer's recurrent state each."""
+        asked, of_state = self.config.kv.block_size, next((x for x in layers if x.state is not None), None)
+        if of_state is None or of_state.state is None:
+            return self.config
+        bytes_per_token = kv_spec([of_state], 1, self._kv_dtype()).bytes_per_block
+        size = block_size_for(of_state.state, bytes_per_token, asked)
+        if size == asked:
+            return self.config
+        takes = f"{format_size(4 * of_state.state.num_floats)}, as K and V of {size} tokens do; {asked} were asked for"
+        self.decisions.note("kv.block_size", size, f"a block holds a layer's recurrent state, which takes {takes}")
+        return self.config.override({"kv.block_size": size})
 
     def make_groups(self, layers: list[AttentionSpec], recipe: Recipe) -> KVGroups:
         return choose_groups(self.config, [layer.kind for layer in layers], recipe.own is not None, self.decisions)
@@ -204,7 +219,7 @@ class WorkerBuilder:
 
     def profile_run(self, loaded: LoadedModel, backend_class: type[AttentionBackend], spec: KVSpec) -> None:
         layers, longest = loaded.model.attention_layers, self.config.model.max_model_len or loaded.spec.max_position
-        attention = make_backend(backend_class, layers, spec, 1, self.device)
+        attention = make_backend(backend_class, layers, spec, 1, self.device, self.of_states)
         sizes = self._input_sizes(Sizes(num_blocks=0, num_host_blocks=0, max_model_len=longest))  # the spare one alone
         graphed, most = self._forward(loaded.model, attention, sizes), budget_of(self.config, longest)
         with nullcontext(self.make_inputs(sizes)):  # its tables may take the device's memory, beside the forwards
