@@ -134,6 +134,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 512,
         "tie_word_embeddings": True,
     },
+    "qwen3.5-0.8b": {  # its text decoder
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "intermediate_size": 3584,
+        "vocab_size": 248_320,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+    },
     "tiny": {  # every seam at once: heads * head_size != hidden, grouped KV heads, QK-norm, untied
         "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": 64,
@@ -159,6 +175,13 @@ SHAPES["tiny-gemma3"] = SHAPES["tiny"] | {  # every second layer sees a window
     "query_pre_attn_scalar": 24,
     "attn_logit_softcapping": 20.0,
     "tie_word_embeddings": True,
+}
+SHAPES["tiny-qwen3.5"] = SHAPES["tiny"] | {  # of four layers three keep a state
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
 }
 SHAPES["tiny-moe"] = SHAPES["tiny"] | {  # of four layers one is dense
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -87,6 +87,12 @@ MODEL_FILES = (
     ModelFile("minivllm.models.glm", "GlmModel", {"GlmForCausalLM": "glm"}),
     ModelFile("minivllm.models.glm", "Glm4Model", {"Glm4ForCausalLM": "glm4"}),
     ModelFile("minivllm.models.smollm3", "SmolLM3Model", {"SmolLM3ForCausalLM": "smollm3"}, gguf=("smollm3",)),
+    ModelFile(
+        "minivllm.models.qwen3_5",
+        "Qwen35Model",
+        {"Qwen3_5ForCausalLM": "qwen3_5_text", "Qwen3_5ForConditionalGeneration": "qwen3_5"},
+        config="minivllm.models.qwen3_5_config",
+    ),
     ModelFile("minivllm.models.qwen2_moe", "Qwen2MoeModel", {"Qwen2MoeForCausalLM": "qwen2_moe"}),
     ModelFile(
         "minivllm.models.bert",

@@ -25,7 +25,8 @@ from minivllm.layers.stored import ANY, Axis, Cut, Destination, Shard, TensorSpe
 from minivllm.parallel.placement import Placement
 
 EXPERT = re.compile(r"(?P<prefix>.*\.mlp\.experts)\.\d+\.(?P<part>gate|up|down)_proj\.weight")
-KINDS = ("weight", "bias", "e_score_correction_bias")  # the last of DeepSeek V3's routers
+# The last of DeepSeek V3's routers, and of a gated delta rule's decay.
+KINDS = ("weight", "bias", "e_score_correction_bias", "A_log", "dt_bias")
 
 
 @dataclass(frozen=True, slots=True)
