@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from minivllm.engine.client import EngineClient, InprocClient, LinkClient
 from minivllm.engine.frontend import Asked, EngineHandle, Messages, Prompt
@@ -17,7 +17,7 @@ from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
 from minivllm.lora.request import LoRARequest
 from minivllm.lora.table import Adapter
-from minivllm.pooling.text import Text
+from minivllm.pooling.text import Cut, Text
 from minivllm.request import BeamSearchParams, PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -129,16 +129,21 @@ class LLM(EngineHandle):
         dimensions: int | None = None,
         use_activation: bool | None = None,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] = "right",
+        prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Each text's vector, in their order.
 
         dimensions: only the first numbers, at unit length again if the model's vectors are (Matryoshka).
         use_activation: at unit length or not; None: as the model says.
         truncate_prompt_tokens: leave out the end of texts that have more tokens; -1: more than the model takes.
+        truncation_side: "left": their start.
+        prompt_name: which of the model's prompts to put before each text (sentence-transformers); None: its default.
         Raises BadRequest before anything runs if one of the texts cannot be embedded.
         """
         self.texts.check_dimensions(dimensions)
-        texts = [self.texts.text(prompt, truncate_prompt_tokens) for prompt in as_list(prompts)]
+        cut = Cut(truncate_prompt_tokens, truncation_side)
+        texts = [self.texts.text(prompt, cut, prompt_name=prompt_name) for prompt in as_list(prompts)]
         vectors = self._pool(texts, PoolingParams(dimensions=dimensions, use_activation=use_activation), use_tqdm)
         return [
             EmbeddingRequestOutput(str(next(self._ids)), list(text.token_ids), EmbeddingOutput(vector.tolist()))
@@ -153,11 +158,13 @@ class LLM(EngineHandle):
         use_tqdm: bool = True,
         use_activation: bool | None = None,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] = "right",
     ) -> list[ScoringRequestOutput]:
         """How well each document answers the query: by cosine similarity, or by a cross-encoder's head. Each of several
         queries goes with the document at its place. use_activation: False leaves a head's scores as they are, before
-        its sigmoid. Raises BadRequest."""
-        scoring = self.texts.scoring(paired(query, documents), truncate_prompt_tokens)
+        its sigmoid. truncate_prompt_tokens, truncation_side: as in embed(); of a cross-encoder's pair the longer text
+        gives way. Raises BadRequest."""
+        scoring = self.texts.scoring(paired(query, documents), Cut(truncate_prompt_tokens, truncation_side))
         scores = scoring.scores(self._pool(scoring.texts, PoolingParams(use_activation=use_activation), use_tqdm))
         return [
             ScoringRequestOutput(str(next(self._ids)), list(scoring.texts[document].token_ids), ScoringOutput(score))

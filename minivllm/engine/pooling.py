@@ -18,7 +18,7 @@ from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest, NeverFits
 from minivllm.plan import Delta
 from minivllm.pooling.task import EMBED, SCORE
-from minivllm.pooling.text import Text
+from minivllm.pooling.text import WHOLE, Cut, Prompts, Text
 from minivllm.request import AS_IT_IS, NO_TOKENS, EngineRequest, PoolingParams, sequence_ids
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class PoolingFrontEnd:
         self.clock = clock
         info = facts.info
         self.task, self.width, self.normalized = info["task"], info["width"], info["normalized"]
+        self.prompts = Prompts(*info["prompts"])
         self.max_model_len, self.model_name = facts.max_model_len, facts.model_name
         self.tokenizer = TextTokenizer.load(Path(facts.tokenizer_dir))
         self.processor = PooledProcessor()
@@ -79,8 +80,8 @@ class PoolingFrontEnd:
 
     chat_prompt = requests
 
-    def text(self, prompt: Prompt, max_tokens: int | None = None, param: str = "prompt") -> Text:
-        """Tokenised and checked. max_tokens: leave out the end of a longer text; -1: of one that the model cannot take.
+    def text(self, prompt: Prompt, cut: Cut = WHOLE, param: str = "prompt", prompt_name: str | None = None) -> Text:
+        """Tokenised and checked. prompt_name: of the model's prompts, the one to put before the text.
 
         Raises BadRequest, which names `param`.
         """
@@ -88,33 +89,33 @@ class PoolingFrontEnd:
             if len(prompt) != 1 or not set(prompt) <= {"prompt", "prompt_token_ids"}:
                 raise BadRequest('a prompt dictionary has "prompt" or "prompt_token_ids"', param)
             (prompt,) = prompt.values()
-        if max_tokens is not None and max_tokens != -1 and max_tokens < 1:
-            name = "truncate_prompt_tokens"
-            raise BadRequest(f"{name} must be -1 or at least 1, got {max_tokens}", name)
-        if max_tokens is not None and max_tokens > self.max_model_len:  # vLLM refuses it too
-            name = "truncate_prompt_tokens"
-            raise BadRequest(f"{name} is {max_tokens}; this model takes {self.max_model_len} tokens", name)
-        most = self.max_model_len if max_tokens in (None, -1) else max_tokens
+        most = self._most(cut)
         if isinstance(prompt, str):
             if not prompt:
                 raise BadRequest("a text is empty", param)
-            ids = self.tokenizer.encode(prompt) if max_tokens is None else self.tokenizer.encode_cut(prompt, most)
-            return self._checked(Text(ids), param)
+            prompt = self.prompts.before(prompt_name) + prompt
+            if most is None:
+                return self._checked(Text(self.tokenizer.encode(prompt)), param)
+            return self._checked(Text(self.tokenizer.encode_cut(prompt, most, cut.at_start)), param)
         if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-            return self._checked(Text(list(prompt[: None if max_tokens is None else most])), param)
+            if prompt_name is not None:
+                raise BadRequest("a prompt goes before a text, and these are token ids", "prompt_name")
+            kept = slice(None) if most is None else slice(-most, None) if cut.at_start else slice(most)
+            return self._checked(Text(list(prompt[kept])), param)
         raise BadRequest(f"a text is a string or a list of token ids, got {type(prompt).__name__}", param)
 
-    def scoring(self, pairs: Sequence[tuple[str, str]], max_tokens: int | None = None) -> Scoring:
+    def scoring(self, pairs: Sequence[tuple[str, str]], cut: Cut = WHOLE, prompt_name: str | None = None) -> Scoring:
         """Pairs of a query and a document, by the cosine of their vectors, each text being run once; or, by a
-        cross-encoder, by its head over both. max_tokens as in `text`. Raises BadRequest."""
+        cross-encoder, by its head over both. prompt_name: as in `text`. Raises BadRequest."""
         from minivllm.pooling.pool import cosine
 
         if self.task == SCORE:
-            texts = [self._pair(*pair, max_tokens) for pair in pairs]
+            self.prompts.before(prompt_name)
+            texts = [self._pair(*pair, cut) for pair in pairs]
             return Scoring(texts, list(range(len(texts))), lambda found: [float(vector[0]) for vector in found])
         number = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         queries = {query for query, _ in pairs}
-        texts = [self.text(text, max_tokens, "query" if text in queries else "documents") for text in number]
+        texts = [self.text(text, cut, "query" if text in queries else "documents", prompt_name) for text in number]
         numbers = [(number[query], number[document]) for query, document in pairs]
         return Scoring(texts, [b for _, b in numbers], lambda found: [cosine(found[a], found[b]) for a, b in numbers])
 
@@ -126,12 +127,24 @@ class PoolingFrontEnd:
             what = f"this model's vectors have {self.width}"
             raise BadRequest(f"dimensions must be between 1 and {self.width}, got {dimensions}: {what}", "dimensions")
 
-    def _pair(self, query: str, document: str, max_tokens: int | None) -> Text:
+    def _pair(self, query: str, document: str, cut: Cut) -> Text:
         if not (query and document):
             raise BadRequest("a text is empty", "documents" if query else "query")
-        if max_tokens is not None:
-            raise BadRequest("a cross-encoder's pairs are not cut: shorten the texts", "truncate_prompt_tokens")
-        return self._checked(Text(*self.tokenizer.encode_pair(query, document)), "documents")
+        pair = self.tokenizer.encode_pair(query, document, self._most(cut), cut.at_start)
+        return self._checked(Text(*pair), "documents")
+
+    def _most(self, cut: Cut) -> int | None:
+        """Tokens. Raises BadRequest."""
+        name, most = "truncate_prompt_tokens", cut.max_tokens
+        if cut.side not in ("left", "right"):
+            raise BadRequest(f'truncation_side must be left or right, got "{cut.side}"', "truncation_side")
+        if most == -1:
+            return self.max_model_len
+        if most is not None and most < 1:
+            raise BadRequest(f"{name} must be -1 or at least 1, got {most}", name)
+        if most is not None and most > self.max_model_len:  # vLLM refuses it too
+            raise BadRequest(f"{name} is {most}; this model takes {self.max_model_len} tokens", name)
+        return most
 
     def _checked(self, text: Text, param: str) -> Text:
         length = len(text.token_ids)

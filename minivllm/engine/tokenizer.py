@@ -89,24 +89,33 @@ class TextTokenizer:
         given = (text,) if isinstance(text, str) else text
         return self._tokenizer.encode(*given, add_special_tokens=add_special_tokens)
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Both texts in one sequence, as a cross-encoder reads them: (token ids, where the second one begins)."""
+    def encode_pair(
+        self, first: str, second: str, max_tokens: int | None = None, at_start: bool = False
+    ) -> tuple[list[int], int]:
+        """Both texts in one sequence, as a cross-encoder reads them: (token ids, where the second one begins). Where
+        there are more than max_tokens, what is left out is of the longer one, and of both once they are equally long.
+        Raises BadRequest as encode_cut does."""
         encoding = self._encode((first, second), True)
+        if max_tokens is not None and len(encoding.ids) > max_tokens:
+            both = [self._encode(text, False) for text in (first, second)]
+            room = _room(max_tokens, len(encoding.ids) - sum(map(len, both)), "two texts", 2)
+            for own, length in zip(both, shares(len(both[0]), len(both[1]), room), strict=True):
+                own.truncate(length, direction="left" if at_start else "right")
+            encoding = self._tokenizer.post_process(*both, add_special_tokens=True)
         types = encoding.type_ids
         return encoding.ids, types.index(1) if 1 in types else len(types)
 
-    def encode_cut(self, text: str, max_tokens: int) -> list[int]:
-        """As encode, with the text's end left out where there are more tokens. The special tokens stay, so raises
-        BadRequest where max_tokens leaves room for no others."""
+    def encode_cut(self, text: str, max_tokens: int, at_start: bool = False) -> list[int]:
+        """As encode, with the text's end, or its start, left out where there are more tokens. The special tokens stay,
+        so raises BadRequest where max_tokens leaves room for no others."""
         ids = self.encode(text)
         if len(ids) <= max_tokens:
             return ids
         bare = self.encode(text, add_special_tokens=False)
         num_special = len(ids) - len(bare)
-        if max_tokens <= num_special:
-            raise BadRequest(f"{max_tokens} tokens have no room for a text: {num_special} are special tokens")
+        room = _room(max_tokens, num_special, "a text", 1)
         before = next((i for i in range(num_special) if ids[i : i + len(bare)] == bare), num_special)
-        return ids[: max_tokens - num_special + before] + ids[before + len(bare) :]
+        return ids[:before] + (bare[-room:] if at_start else bare[:room]) + ids[before + len(bare) :]
 
     def beginning(self, text: str, max_tokens: int) -> str:
         """As much of a text as its first tokens stand for, special tokens aside."""
@@ -237,6 +246,25 @@ class TextTokenizer:
         if self._to_bytes is None:
             return self.decode([token_id], skip_special_tokens=False).encode()
         return self._to_bytes(token)
+
+
+# What is left of a text
+
+
+def _room(max_tokens: int, num_special: int, for_what: str, least: int) -> int:
+    """Tokens beside the special ones. Raises BadRequest."""
+    if max_tokens < num_special + least:
+        raise BadRequest(f"{max_tokens} tokens have no room for {for_what}: {num_special} are special tokens")
+    return max_tokens - num_special
+
+
+def shares(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts of so many are kept: the longer one gives way until both are equally long, and
+    then both do ("longest_first", as cross-encoders are trained)."""
+    short, long = sorted((first, second))
+    short = min(short, room // 2)
+    long = min(long, room - short)
+    return (short, long) if first <= second else (long, short)
 
 
 # Tokens as bytes

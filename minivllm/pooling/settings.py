@@ -1,7 +1,8 @@
 """How a model's hidden states become one vector: what sentence-transformers' files beside it say, or a default.
 
 modules.json lists the steps (Transformer, Pooling, Normalize), the folder of the Pooling step names the rule, and
-sentence_bert_config.json the longest text that the model was trained on. What is not supported, and would change the
+sentence_bert_config.json the longest text that the model was trained on. What the model was trained to find before a
+text, by what the text is for, is in config_sentence_transformers.json. What is not supported, and would change the
 vector, is refused by name.
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from minivllm.errors import ModelError
 from minivllm.files import inside, read_json
+from minivllm.pooling.text import NO_PROMPTS, Prompts
 
 # The rule's name in the Pooling step's config.json: the one switch that is on, or (newer) the value of "pooling_mode".
 MODES = {
@@ -30,6 +33,7 @@ class PoolerSettings:
     normalize: bool
     max_tokens: int | None  # the longest text; None: what the model's positions allow
     reason: str
+    prompts: Prompts = NO_PROMPTS
 
 
 def read_settings(folder: Path | None, is_encoder: bool, asked: str = "auto") -> PoolerSettings:
@@ -53,12 +57,15 @@ def _from_files(folder: Path) -> PoolerSettings:
     limit = read_json(limits) if limits.is_file() else {}
     if limit.get("do_lower_case"):
         raise ModelError(f"{limits}: do_lower_case=true is not supported (a tokenizer.json that lower-cases is)")
-    _refuse_prompts(folder / "config_sentence_transformers.json")
-    return PoolerSettings(_mode(pooling), "Normalize" in kinds, limit.get("max_seq_length"), "as modules.json says")
+    rule = read_json(pooling)
+    mode, prompts = _mode(pooling, rule), _read_prompts(folder / "config_sentence_transformers.json")
+    if mode == "mean" and rule.get("include_prompt") is False and any(prompts.by_name.values()):
+        raise ModelError(f"{pooling}: include_prompt=false, a mean without the prompt's tokens, is not supported")
+    normalize, longest = "Normalize" in kinds, limit.get("max_seq_length")
+    return PoolerSettings(mode, normalize, longest, "as modules.json says", prompts)
 
 
-def _mode(path: Path) -> str:
-    config = read_json(path)
+def _mode(path: Path, config: dict[str, Any]) -> str:
     named = config.get("pooling_mode")
     on = [named] if named else [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
     if len(on) != 1 or on[0] not in MODES:
@@ -67,6 +74,13 @@ def _mode(path: Path) -> str:
     return MODES[on[0]]
 
 
-def _refuse_prompts(path: Path) -> None:
-    if path.is_file() and (name := read_json(path).get("default_prompt_name")):
-        raise ModelError(f'{path}: default_prompt_name "{name}" is not supported: put the prompt before each text')
+def _read_prompts(path: Path) -> Prompts:
+    if not path.is_file():
+        return NO_PROMPTS
+    config = read_json(path)
+    by_name, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(by_name, dict) or not all(isinstance(prompt, str) for prompt in by_name.values()):
+        raise ModelError(f'{path}: "prompts" must be texts by their names')
+    if default is not None and default not in by_name:
+        raise ModelError(f'{path}: default_prompt_name "{default}" is none of its prompts')
+    return Prompts(by_name, default)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from minivllm.errors import BadRequest
-from minivllm.pooling.text import Text
+from minivllm.pooling.text import Prompts, Text
 from minivllm.request import PoolingParams
 from minivllm.serve import embeddings, errors, pooling
 from minivllm.serve.bodies import taken, worked_out
@@ -24,7 +24,19 @@ from minivllm.serve.vectors import Wire
 if TYPE_CHECKING:
     import numpy as np
 
-NAMES = {"input": "texts", "truncate_prompt_tokens=-1": "truncate=END", "dimensions": "output_dimension"}
+# Cohere's, and what sentence-transformers' models call the same.
+INPUT_TYPES = {
+    "search_query": ("query",),
+    "search_document": ("document", "passage"),
+    "classification": (),
+    "clustering": (),
+}
+NAMES = {  # of fields of EmbeddingRequest
+    "input": "texts",
+    "truncate_prompt_tokens=-1": "truncate=END",
+    "truncate_prompt_tokens": "max_tokens",
+    "dimensions": "output_dimension",
+}
 
 
 class EmbedPart(RequestBody):
@@ -42,20 +54,27 @@ class CohereEmbedRequest(RequestBody, kw_only=True):
     texts: list[str] | None = None
     inputs: Annotated[list[EmbedInput] | None, doc("Texts in parts; give this or texts.")] = None
     images: Annotated[Any, refused(TEXT_ONLY, [])] = None
-    input_type: Annotated[str | None, hint("texts are embedded as they are, whatever they are for")] = None
+    input_type: Annotated[
+        str | None,
+        doc(
+            "What texts are for: the model's prompt of that name is put before each. Cohere's own names are taken by a "
+            "model without such a prompt, too; null: the model's default."
+        ),
+    ] = None
     embedding_types: Annotated[
         list[Literal["float", "base64", "binary", "ubinary", "int8", "uint8"]] | None, doc('null: ["float"].')
     ] = None
     output_dimension: Annotated[Positive | None, doc("Only so many numbers, at unit length again.")] = None
     max_tokens: Annotated[Positive | None, doc("Cut longer texts; null: those that the model cannot take.")] = None
     truncate: Annotated[
-        Literal["NONE", "END", "START"] | None, doc("Where a text is cut; NONE: a 400. null: END. START is refused.")
+        Literal["NONE", "END", "START"] | None, doc("Where a text is cut off; NONE: a 400. null: END.")
     ] = None
     priority: Annotated[Any, hint("texts run in the order in which they come", 0)] = None
 
 
 class BilledUnits(Struct):
     input_tokens: int
+    image_tokens: int = 0
 
 
 class CohereMeta(Struct):
@@ -80,11 +99,14 @@ async def v2_embed(request: Request) -> ASGIApp:
             raise BadRequest(
                 f"embedding_types: {kind} needs ranges that only a calibrated model has", "embedding_types"
             )
+    limit = None if body.truncate == "NONE" else body.max_tokens or -1
+    side = "left" if body.truncate == "START" else "right"
     asks = embeddings.EmbeddingRequest(
-        input=given, truncate_prompt_tokens=cut_at(body), dimensions=body.output_dimension
+        input=given, truncate_prompt_tokens=limit, truncation_side=side, dimensions=body.output_dimension
     )
+    prompt_name = prompt_for(body.input_type, service.engine.texts.prompts)
     with errors.renaming(NAMES):
-        texts = await embeddings.texts_of(asks, service)
+        texts = await embeddings.texts_of(asks, service, prompt_name)
     return JSONAnswer(answer(body, service, given, texts, id := new_id("embd")), id)
 
 
@@ -100,10 +122,17 @@ def texts_given(body: CohereEmbedRequest) -> list[str]:
     return ["\n".join(part.text for part in item.content) for item in body.inputs]
 
 
-def cut_at(body: CohereEmbedRequest) -> int | None:
-    if body.truncate == "START":
-        raise BadRequest("truncate: a text is cut at its end, not at its start", "truncate")
-    return None if body.truncate == "NONE" else body.max_tokens or -1
+def prompt_for(input_type: str | None, prompts: Prompts) -> str | None:
+    """The name of the prompt that a model has for it. Raises BadRequest."""
+    if input_type is None:
+        return None
+    names = (input_type, *INPUT_TYPES.get(input_type, ()))
+    if (
+        name := next((name for name in names if name in prompts.by_name), None)
+    ) is None and input_type not in INPUT_TYPES:
+        known = ", ".join(dict.fromkeys((*prompts.by_name, *INPUT_TYPES)))
+        raise BadRequest(f'Unsupported input_type "{input_type}". Supported: {known}', "input_type")
+    return name
 
 
 async def answer(

@@ -80,16 +80,17 @@ async def embeddings(request: Request) -> ASGIApp:
     return JSONAnswer(answer(body, service, texts, id), id)
 
 
-async def texts_of(body: EmbeddingRequest, service: Service) -> list[Text]:
-    """Raises BadRequest, also for vectors of a length that there is none of."""
-    engine, limit = service.engine.texts, body.truncate_prompt_tokens
+async def texts_of(body: EmbeddingRequest, service: Service, prompt_name: str | None = None) -> list[Text]:
+    """prompt_name: of the model's prompts, the one to put before each. Raises BadRequest, also for vectors of a length
+    that there is none of."""
+    engine, cut = service.engine.texts, body.cut
     engine.check_dimensions(body.dimensions)
 
     def tokenised() -> list[Text]:
         inputs = as_list(body.input, "input")
         if len(inputs) > MAX_INPUTS:
             raise BadRequest(f"input has {len(inputs)} texts; {MAX_INPUTS} at most", "input")
-        return [engine.text(item, limit, "input") for item in inputs]
+        return [engine.text(item, cut, "input", prompt_name) for item in inputs]
 
     return await by_size(pooling.length_of(body.input), tokenised, service.client)
 

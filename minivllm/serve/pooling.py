@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.errors import EngineDead, MinivllmError
 from minivllm.plan import NOT_FINITE
 from minivllm.pooling.task import EMBED, GENERATE, SCORE
-from minivllm.pooling.text import Text
+from minivllm.pooling.text import Cut, Text
 from minivllm.request import AS_IT_IS, PoolingParams
 from minivllm.serve import errors
 from minivllm.serve.generation import Service
@@ -39,7 +39,9 @@ HOW_TO_START = {
 }
 
 
-TruncationDirection = Annotated[Any, refused("a text is cut at its end", "Right", "right")]  # a field of TEI's
+TruncationDirection = Annotated[  # a field of TEI's
+    Literal["Left", "Right", "left", "right"] | None, doc("Which side of a text is cut off; null: Right.")
+]
 TEI_NAMES = {"truncate_prompt_tokens=-1": "truncate=true", "truncate_prompt_tokens": "truncate"}
 
 
@@ -52,7 +54,7 @@ class PoolingBody(RequestBody, kw_only=True):
         Annotated[int, Meta(ge=-1)] | None,
         doc("vLLM's: leave out the end of texts of more tokens; -1: of more than the model takes; null: refuse those."),
     ] = None
-    truncation_side: Annotated[Any, refused("a text is cut at its end", "right")] = None
+    truncation_side: Annotated[Literal["left", "right"] | None, doc("vLLM's: left: their start; null: right.")] = None
     padding: Annotated[Any, refused("texts run without padding", "do_not_pad")] = None
     use_activation: Annotated[
         bool | None,
@@ -63,6 +65,10 @@ class PoolingBody(RequestBody, kw_only=True):
     cache_salt: Annotated[Any, accepted("Nothing is cached.")] = None
     request_id: Annotated[str | None, hint("an answer's id is the server's")] = None
     chat_template_kwargs: Annotated[Any, refused(NO_CHAT, {})] = None
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.truncate_prompt_tokens, self.truncation_side or "right")
 
     def asked(self, dimensions: int | None = None) -> PoolingParams:
         return PoolingParams(dimensions=dimensions, use_activation=self.use_activation)
@@ -143,6 +149,11 @@ def length_of(texts: str | Sequence[Any]) -> int:
 def at_unit_length(vector: np.ndarray) -> np.ndarray:
     """Zeros stay what they are."""
     return vector / max(float((vector @ vector) ** 0.5), 1e-12)
+
+
+def side_of(direction: str | None) -> Literal["left", "right"]:
+    """TEI's Left and Right as vLLM has them."""
+    return "left" if direction in ("Left", "left") else "right"
 
 
 def usage_of(texts: Sequence[Text]) -> PoolingUsage:

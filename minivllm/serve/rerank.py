@@ -6,7 +6,7 @@ By the cosine of two vectors where the model embeds, by its head where it is a c
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -20,15 +20,21 @@ from minivllm.serve.bodies import taken, worked_out
 from minivllm.serve.connection import JSONAnswer
 from minivllm.serve.generation import Service, new_id
 from minivllm.serve.off_loop import by_size
-from minivllm.serve.pooling import TEI_NAMES, PoolingBody, PoolingUsage, TruncationDirection
-from minivllm.serve.protocol import NotNegative, Positive, RequestBody, doc, hint, now, refused
+from minivllm.serve.pooling import TEI_NAMES, PoolingBody, PoolingUsage, TruncationDirection, side_of
+from minivllm.serve.protocol import NotNegative, RequestBody, doc, hint, now, refused
 
+AnyTexts = TypeVar("AnyTexts", str, list[str], str | list[str])
 MAX_DOCUMENTS = 2048
 FORMS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
 class PairsBody(PoolingBody, kw_only=True):
-    max_tokens_per_query: Annotated[Any, refused("see truncate_prompt_tokens", 0)] = None
+    max_tokens_per_query: Annotated[
+        NotNegative | None, doc("vLLM's: leave out the end of queries of more tokens; null or 0: none.")
+    ] = None
+    max_tokens_per_doc: Annotated[
+        NotNegative | None, doc("Cohere's and vLLM's: the same of documents; null or 0: none.")
+    ] = None
     instruction: Annotated[Any, refused("put it into the query")] = None
 
 
@@ -40,7 +46,6 @@ class ScoreRequest(PairsBody, kw_only=True):
     items: Annotated[str | list[str] | None, doc("Another name of documents.")] = None
     data_1: Annotated[str | list[str] | None, doc("Another name of text_1.")] = None
     data_2: Annotated[str | list[str] | None, doc("Another name of text_2.")] = None
-    max_tokens_per_doc: Annotated[Any, refused("see truncate_prompt_tokens", 0)] = None
 
 
 class Score(Struct):
@@ -68,9 +73,6 @@ class RerankRequest(PairsBody, kw_only=True):
     texts: Annotated[list[str] | None, doc("TEI's name of documents; the answer is a list then.")] = None
     top_n: Annotated[NotNegative | None, doc("Only the best of them; null or 0: all.")] = None
     return_documents: Annotated[bool | None, doc("Repeat each document's text; null: true.")] = None
-    max_tokens_per_doc: Annotated[
-        Positive | None, doc("Cohere's: leave out the end of documents of more tokens; null: none.")
-    ] = None
     max_chunks_per_doc: Annotated[Any, hint("documents are read whole", 1)] = None
     rank_fields: Annotated[Any, refused("a document is its text", ["text"])] = None
     relevant_spans: Annotated[Any, refused("spans of a document")] = None
@@ -105,8 +107,14 @@ async def score(request: Request) -> ASGIApp:
     body, service = await taken(request, ScoreRequest), pooling.service_for(request)
     service.check_model(body.model)
     first, second = sides(body)
+    limits = body.max_tokens_per_query, body.max_tokens_per_doc
+
+    def pairs() -> list[tuple[str, str]]:
+        given = zip((getattr(body, first), getattr(body, second)), limits, strict=True)
+        return paired(*(beginnings(texts, most, service) for texts, most in given))
+
     with errors.renaming({"query": first, "documents": second}):
-        scoring = await scoring_of(body, paired(getattr(body, first), getattr(body, second)), service)
+        scoring = await scoring_of(body, await worked_out(request, pairs), service)
     return JSONAnswer(score_answer(body, scoring, service, id := new_id("score")), id)
 
 
@@ -114,12 +122,15 @@ async def rerank(request: Request) -> ASGIApp:
     body, service = await taken(request, RerankRequest), pooling.service_for(request)
     service.check_model(body.model)
     documents, id = await worked_out(request, lambda: documents_of(body, service)), new_id("rerank")
+    query = await worked_out(request, lambda: beginnings(body.query, body.max_tokens_per_query, service))
+    if body.truncation_direction is not None:
+        body.truncation_side = side_of(body.truncation_direction)
     if body.truncate and body.truncate_prompt_tokens is None:
         body.truncate_prompt_tokens = -1
     if body.raw_scores:
         body.use_activation = False
     with errors.renaming({} if body.texts is None else {**TEI_NAMES, "documents": "texts"}):
-        scoring = await scoring_of(body, paired(body.query, documents), service)
+        scoring = await scoring_of(body, paired(query, documents), service)
     if body.texts is not None:
         return JSONAnswer(rank_answer(body, documents, scoring, service, id), id)
     return JSONAnswer(rerank_answer(body, documents, scoring, service, id), id)
@@ -142,9 +153,15 @@ def documents_of(body: RerankRequest, service: Service) -> list[str]:
     given = body.texts if body.documents is None else body.documents
     check_number(len(given))
     texts = [document if isinstance(document, str) else document.text for document in given]
-    if (most := body.max_tokens_per_doc) is None:
+    return beginnings(texts, body.max_tokens_per_doc, service)
+
+
+def beginnings(texts: AnyTexts, most: int | None, service: Service) -> AnyTexts:
+    """Of each the first `most` tokens; None and 0: all."""
+    if not most:
         return texts
-    return [service.engine.tokenizer.beginning(text, most) for text in texts]
+    beginning = service.engine.tokenizer.beginning
+    return beginning(texts, most) if isinstance(texts, str) else [beginning(text, most) for text in texts]
 
 
 # The same endpoints under OpenAI's prefix: a handler each, since each has a path and an operation id of its own.
@@ -175,11 +192,13 @@ def check_number(num_documents: int) -> None:
         raise BadRequest(f"{num_documents} documents; {MAX_DOCUMENTS} at most", "documents")
 
 
-async def scoring_of(body: PoolingBody, pairs: list[tuple[str, str]], service: Service) -> Scoring:
+async def scoring_of(
+    body: PoolingBody, pairs: list[tuple[str, str]], service: Service, prompt_name: str | None = None
+) -> Scoring:
     check_number(len(pairs))
     engine = service.engine.texts
     size = sum(pooling.length_of(pair) for pair in pairs)
-    return await by_size(size, lambda: engine.scoring(pairs, body.truncate_prompt_tokens), service.client)
+    return await by_size(size, lambda: engine.scoring(pairs, body.cut, prompt_name), service.client)
 
 
 async def scores_of(body: PoolingBody, scoring: Scoring, service: Service, id: str) -> list[float]:

@@ -24,10 +24,10 @@ from minivllm.serve.connection import JSONAnswer, reply
 from minivllm.serve.generation import Service, new_id
 from minivllm.serve.off_loop import by_size
 from minivllm.serve.pooling import TEI_NAMES, PoolingBody, TruncationDirection
-from minivllm.serve.protocol import Positive, RequestBody, doc, refused
+from minivllm.serve.protocol import Positive, RequestBody, doc
 
 Truncate = Annotated[bool | None, doc("Cut texts that the model cannot take whole; null: a 400.")]
-PromptName = Annotated[Any, refused("texts are embedded as they are: put the prompt before them")]
+PromptName = Annotated[str | None, doc("Which of the model's prompts to put before each text; null: its default.")]
 
 
 class TextsToEmbed(RequestBody, kw_only=True):
@@ -71,11 +71,16 @@ class ModelInfo(Struct, kw_only=True):
 
 async def embed(request: Request) -> ASGIApp:
     body, service = await taken(request, TextsToEmbed), pooling.service_for(request)
-    limit = -1 if body.truncate else None
-    asks = embeddings.EmbeddingRequest(input=body.inputs, truncate_prompt_tokens=limit, dimensions=body.dimensions)
+    asks = embeddings.EmbeddingRequest(input=body.inputs, dimensions=body.dimensions, **cut_of(body))
     with errors.renaming({**TEI_NAMES, "input": "inputs"}):
-        texts = await embeddings.texts_of(asks, service)
+        texts = await embeddings.texts_of(asks, service, body.prompt_name)
     return JSONAnswer(vectors(service, texts, body, id := new_id("embd")), id)
+
+
+def cut_of(body: TextsToEmbed | SimilarityParameters) -> dict[str, Any]:
+    """As fields of PoolingBody."""
+    limit = -1 if body.truncate else None
+    return {"truncate_prompt_tokens": limit, "truncation_side": pooling.side_of(body.truncation_direction)}
 
 
 async def vectors(service: Service, texts: list[Text], body: TextsToEmbed, id: str) -> list[list[float]]:
@@ -86,10 +91,11 @@ async def vectors(service: Service, texts: list[Text], body: TextsToEmbed, id: s
 
 async def similarity(request: Request) -> ASGIApp:
     body, service = await taken(request, SimilarityRequest), pooling.service_for(request)
-    asks = PoolingBody(truncate_prompt_tokens=-1 if body.parameters and body.parameters.truncate else None)
+    asks = PoolingBody(**cut_of(body.parameters or SimilarityParameters()))
     with errors.renaming({**TEI_NAMES, "query": "inputs.source_sentence", "documents": "inputs.sentences"}):
         pairs = paired(body.inputs.source_sentence, body.inputs.sentences)
-        scoring = await rerank.scoring_of(asks, pairs, service)
+        name = body.parameters.prompt_name if body.parameters else None
+        scoring = await rerank.scoring_of(asks, pairs, service, name)
     return JSONAnswer(rerank.scores_of(asks, scoring, service, id := new_id("score")), id)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pooling.tiny import TEXTS, hidden_of, randomise, write_bert, write_decoder, write_modules
 from tolerances import EMBEDDING, HIDDEN
-from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoModel, AutoTokenizer, LlamaConfig, MistralConfig, Qwen3Config
 
 from minivllm import LLM, trace
 from minivllm.errors import BadRequest, ConfigError, MinivllmError, ModelError, NeverFits
@@ -31,6 +31,8 @@ DECODERS = {
     "qwen3": Qwen3Config(**SMALL, head_dim=32),
     "mistral": MistralConfig(**SMALL, sliding_window=8),
 }
+
+LONG = "the sea is singing " * 20
 
 
 def vectors(llm, prompts, **options) -> np.ndarray:
@@ -201,11 +203,36 @@ def test_a_text_too_long_is_refused_or_cut_on_request(llm):
     assert whole.prompt_token_ids == llm.tokenizer.encode("a")
     (cut,) = llm.embed([ids], truncate_prompt_tokens=10, use_tqdm=False)
     assert cut.prompt_token_ids == ids[:10]  # token ids are taken as they are
+    left = {"truncation_side": "left", "use_tqdm": False}
+    (cut,) = llm.embed(long, truncate_prompt_tokens=10, **left)
+    assert cut.prompt_token_ids == [ids[0], *ids[-9:]]
+    (cut,) = llm.embed([ids], truncate_prompt_tokens=10, **left)
+    assert cut.prompt_token_ids == ids[-10:]
+    with pytest.raises(BadRequest, match='truncation_side must be left or right, got "Left"'):
+        llm.embed(long, truncate_prompt_tokens=10, truncation_side="Left")
     for wrong in (0, -2):
         with pytest.raises(BadRequest, match="truncate_prompt_tokens must be -1"):
             llm.embed(long, truncate_prompt_tokens=wrong)
     with pytest.raises(BadRequest, match="no room for a text"):
         llm.embed(long, truncate_prompt_tokens=2)
+
+
+def test_a_prompt_of_the_models_goes_before_a_text(tmp_path):
+    write_bert(tmp_path)
+    asks = {"prompts": {"query": "is ", "sea": "the sea "}, "default": "sea", "pooling_mode_mean_tokens": True}
+    write_modules(tmp_path, "Transformer", "Pooling", "Normalize", **asks)
+    with LLM(str(tmp_path), overrides=ONE) as llm:
+        for name, prompt in (("query", "is "), ("sea", "the sea "), (None, "the sea ")):
+            (found,) = llm.embed("singing", prompt_name=name, use_tqdm=False)
+            assert found.prompt_token_ids == llm.tokenizer.encode(prompt + "singing")
+        (found,) = llm.embed([[2, 50, 3]], use_tqdm=False)
+        assert found.prompt_token_ids == [2, 50, 3]
+        with pytest.raises(BadRequest, match="these are token ids"):
+            llm.embed([[2, 50, 3]], prompt_name="query")
+        with pytest.raises(BadRequest, match='no prompt of the name "passage"'):
+            llm.embed("singing", prompt_name="passage")
+        (scored,) = llm.score("singing", "singing", use_tqdm=False)
+        assert scored.prompt_token_ids == llm.tokenizer.encode("the sea singing")
 
 
 @pytest.mark.parametrize(
@@ -284,6 +311,26 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(tmp_path, activation)
     np.testing.assert_allclose(1 / (1 + np.exp(-raw)) if activation == "Sigmoid" else raw, wanted, rtol=0, atol=HIDDEN)
     with pytest.raises(BadRequest, match="scores pairs and embeds nothing"):
         llm.embed("a")
+
+
+def test_a_pair_too_long_is_cut_as_sentence_transformers_cuts_it(tmp_path):
+    """ "longest_first", by transformers' own tokenizer."""
+    write_bert(tmp_path, num_labels=1)
+    pairs = [("the sea", LONG), (LONG, "the sea"), (LONG, LONG + " is"), (LONG, LONG), ("is " * 30, LONG)]
+    with LLM(str(tmp_path), overrides=ONE) as llm:
+        for side in ("right", "left"):
+            theirs = AutoTokenizer.from_pretrained(tmp_path, truncation_side=side)
+            for pair in pairs:
+                for most in (64, 33, 10, 5):
+                    (found,) = llm.score(*pair, truncate_prompt_tokens=most, truncation_side=side, use_tqdm=False)
+                    wanted = theirs(*pair, truncation="longest_first", max_length=most)["input_ids"]
+                    assert found.prompt_token_ids == wanted, (side, most, pair)
+        (found,) = llm.score(*pairs[0], truncate_prompt_tokens=-1, use_tqdm=False)
+        assert len(found.prompt_token_ids) == 64
+        with pytest.raises(NeverFits):
+            llm.score(*pairs[0])
+        with pytest.raises(BadRequest, match="no room for two texts: 3 are special"):
+            llm.score(*pairs[0], truncate_prompt_tokens=4)
 
 
 def test_a_head_of_several_labels_does_not_score(tmp_path):

@@ -7,8 +7,10 @@ import json
 import pytest
 from pooling.tiny import write_modules
 
-from minivllm.errors import ModelError
+from minivllm.errors import BadRequest, ModelError
 from minivllm.pooling.settings import read_settings
+
+MEAN = {"pooling_mode_mean_tokens": True}
 
 
 def settings(folder, asked="auto"):
@@ -57,12 +59,38 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, steps, pooling, mess
         settings(tmp_path)
 
 
-def test_a_default_prompt_and_lower_casing_are_refused(tmp_path):
-    write_modules(tmp_path, "Transformer", "Pooling", pooling_mode_mean_tokens=True)
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"default_prompt_name": "query"}))
-    with pytest.raises(ModelError, match='default_prompt_name "query"'):
+def test_prompts_are_known_by_their_names(tmp_path):
+    write_modules(tmp_path, "Transformer", "Pooling", prompts={"query": "q: ", "document": ""}, **MEAN)
+    prompts = read_settings(tmp_path, True).prompts
+    assert [prompts.before(name) for name in ("query", "document", None)] == ["q: ", "", ""]
+    with pytest.raises(BadRequest, match='no prompt of the name "passage". Prompts: query, document'):
+        prompts.before("passage")
+    write_modules(tmp_path, "Transformer", "Pooling", prompts={"query": "q: "}, default="query", **MEAN)
+    assert read_settings(tmp_path, True).prompts.before(None) == "q: "
+
+
+@pytest.mark.parametrize(
+    ("prompts", "default", "pooling", "message"),
+    [
+        ({}, "query", {}, 'default_prompt_name "query" is none of its prompts'),
+        (["query"], None, {}, '"prompts" must be texts by their names'),
+        ({"query": 1}, None, {}, '"prompts" must be texts by their names'),
+        ({"query": "q: "}, None, {"include_prompt": False}, "include_prompt=false, a mean without the prompt's tokens"),
+    ],
+)
+def test_prompts_that_cannot_be_put_before_a_text_are_refused(tmp_path, prompts, default, pooling, message):
+    write_modules(tmp_path, "Transformer", "Pooling", prompts=prompts, default=default, **MEAN, **pooling)
+    with pytest.raises(ModelError, match=message):
         settings(tmp_path)
-    (tmp_path / "config_sentence_transformers.json").unlink()
+
+
+def test_a_mean_without_prompts_that_there_are_none_of_is_a_mean(tmp_path):
+    write_modules(tmp_path, "Transformer", "Pooling", prompts={"query": ""}, include_prompt=False, **MEAN)
+    assert settings(tmp_path) == ("mean", False, None)
+
+
+def test_lower_casing_is_refused(tmp_path):
+    write_modules(tmp_path, "Transformer", "Pooling", **MEAN)
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
     with pytest.raises(ModelError, match="do_lower_case"):
         settings(tmp_path)

@@ -62,8 +62,11 @@ def write_bert(folder: Path, num_labels: int = 0, **changes) -> BertModel | Bert
     return model
 
 
-def write_modules(folder: Path, *steps: str, limit: int | None = None, **pooling) -> None:
-    """modules.json and what it names; pooling: fields of the Pooling step's file."""
+def write_modules(
+    folder: Path, *steps: str, limit: int | None = None, prompts: object = None, default: str | None = None, **pooling
+) -> None:
+    """modules.json and what it names; prompts: with sentence-transformers' file of them; pooling: fields of the Pooling
+    step's file."""
     kinds = [f"sentence_transformers.models.{step}" for step in steps]
     paths = ["", *(f"{i}_{step}" for i, step in enumerate(steps[1:], 1))]
     modules = [{"type": kind, "path": path} for kind, path in zip(kinds, paths, strict=True)]
@@ -71,6 +74,9 @@ def write_modules(folder: Path, *steps: str, limit: int | None = None, **pooling
     if len(steps) > 1:
         (folder / paths[1]).mkdir(exist_ok=True)
         (folder / paths[1] / "config.json").write_text(json.dumps(pooling))
+    if prompts is not None:
+        about = {"prompts": prompts, "default_prompt_name": default, "similarity_fn_name": "cosine"}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(about))
     if limit is not None:
         (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit, "do_lower_case": False}))
 

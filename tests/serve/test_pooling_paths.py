@@ -10,16 +10,18 @@ import math
 import httpx
 import numpy as np
 import pytest
-from pooling.tiny import TEXTS, write_bert
+from pooling.tiny import TEXTS, write_bert, write_modules
 
 from minivllm.engine.async_llm import AsyncLLM
 
 QUERY, *DOCUMENTS = TEXTS
 
 
-def server(tmp_path_factory, serving, num_labels=None):
+def server(tmp_path_factory, serving, num_labels=None, prompts=None):
     folder = tmp_path_factory.mktemp("model")
     write_bert(folder, **({"num_labels": num_labels} if num_labels else {}))
+    if prompts:
+        write_modules(folder, "Transformer", "Pooling", "Normalize", prompts=prompts, pooling_mode_mean_tokens=True)
     return serving(AsyncLLM(str(folder), overrides={"executor.num_threads": 1}), names=("tiny",))
 
 
@@ -131,7 +133,7 @@ def test_coheres_inputs_and_lengths(url, vectors):
     assert len(short) == 8
     for fields, param in (
         ({"texts": ["the sea " * 100], "truncate": "NONE"}, "texts"),
-        ({"texts": ["a"], "truncate": "START"}, "truncate"),
+        ({"texts": ["a"], "input_type": "poetry"}, "input_type"),
         ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
         ({"texts": ["a"], "images": ["data:"]}, "images"),
         ({}, "texts"),
@@ -140,10 +142,67 @@ def test_coheres_inputs_and_lengths(url, vectors):
     assert post(url, "/v2/embed", texts=["a"], model="embed-v4").status_code == 404
 
 
+def test_a_text_is_cut_on_the_side_that_is_asked_for(url, cross):
+    long, end = "the sea " * 40 + "is " * 70, "is " * 62
+    wanted = whole(url, "/v1/embeddings", input=end)["data"][0]["embedding"]
+    vllm = whole(url, "/v1/embeddings", input=long, truncate_prompt_tokens=-1, truncation_side="left")
+    cohere = whole(url, "/v2/embed", texts=[long], truncate="START")
+    tei = whole(url, "/embed", inputs=long, truncate=True, truncation_direction="Left")
+    for found in (vllm["data"][0]["embedding"], cohere["embeddings"]["float"][0], tei[0]):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert cohere["meta"]["billed_units"] == {"input_tokens": 64, "image_tokens": 0}
+    for served in (url, cross):
+        right, left = (
+            whole(served, "/rerank", query=QUERY, texts=[long], truncate=True, truncation_direction=side)[0]["score"]
+            for side in ("Right", "left")
+        )
+        assert right != left
+    whole(url, "/similarity", inputs={"source_sentence": long, "sentences": ["a"]}, parameters={"truncate": True})
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory, serving):
+    prompts = {"query": "the sea ", "passage": "is ", "clustering": "mice "}
+    with server(tmp_path_factory, serving, prompts=prompts) as url:
+        yield url
+
+
+def test_what_a_text_is_for_chooses_the_models_prompt(prompted, url):
+    def vector(served, path="/v2/embed", **body):
+        found = whole(served, path, **body)
+        return np.array(found[0] if path == "/embed" else found["embeddings"]["float"][0])
+
+    for input_type, prompt in (
+        ("search_query", "the sea "),
+        ("query", "the sea "),
+        ("search_document", "is "),
+        ("clustering", "mice "),
+        ("classification", ""),
+        (None, ""),
+    ):
+        wanted = vector(url, texts=[prompt + "singing"])
+        np.testing.assert_allclose(vector(prompted, texts=["singing"], input_type=input_type), wanted, atol=1e-6)
+    wanted = vector(url, "/embed", inputs="the sea singing")
+    np.testing.assert_allclose(vector(prompted, "/embed", inputs="singing", prompt_name="query"), wanted, atol=1e-6)
+    assert refused(prompted, "/v2/embed", texts=["a"], input_type="poetry")["message"].startswith(
+        "Unsupported input_type"
+    )
+    error = refused(prompted, "/embed", inputs="a", prompt_name="document")
+    assert error["param"] == "prompt_name" and "Prompts: query, passage, clustering" in error["message"]
+    of = {"source_sentence": "singing", "sentences": ["a", "singing"]}
+    found = whole(prompted, "/similarity", inputs=of, parameters={"prompt_name": "query"})
+    named = {"source_sentence": "the sea singing", "sentences": ["the sea a", "the sea singing"]}
+    np.testing.assert_allclose(found, whole(url, "/similarity", inputs=named), atol=1e-6)
+
+
 @pytest.mark.parametrize("path", ["/v2/rerank", "/reranking", "/v1/reranking"])
 def test_rerank_is_the_same_at_other_servers_paths(url, ranked, path):
     found = whole(url, path, model="tiny", query=QUERY, documents=DOCUMENTS, top_n=2)["results"]
     assert [(item["index"], item["relevance_score"]) for item in found] == ranked[:2]
+
+
+def scores(url, **body):
+    return [each["score"] for each in whole(url, "/score", **body)["data"]]
 
 
 def test_documents_are_cut_where_cohere_says(url, cross):
@@ -152,6 +211,18 @@ def test_documents_are_cut_where_cohere_says(url, cross):
         assert post(served, "/v2/rerank", query=QUERY, documents=long).status_code == 400
         first, second = whole(served, "/v2/rerank", query=QUERY, documents=long, max_tokens_per_doc=2)["results"]
         assert first["relevance_score"] == second["relevance_score"]
+        cut = whole(served, "/score", text_1=QUERY, text_2=long, max_tokens_per_doc=2)["data"]
+        assert [each["score"] for each in cut] == [pytest.approx(first["relevance_score"], abs=1e-6)] * 2
+        short = scores(served, text_1="the sea", text_2=DOCUMENTS, max_tokens_per_doc=0)
+        assert scores(served, text_1="the sea is", text_2=DOCUMENTS) != pytest.approx(short, abs=1e-3)
+        for query in ("the sea is", ["the sea singing"] * len(DOCUMENTS)):
+            found = scores(served, text_1=query, text_2=DOCUMENTS, max_tokens_per_query=2, max_tokens_per_doc=45)
+            assert found == pytest.approx(short, abs=1e-6)
+        best = whole(served, "/rerank", query="the sea is", documents=DOCUMENTS, max_tokens_per_query=2)["results"]
+        assert {item["index"]: item["relevance_score"] for item in best} == pytest.approx(
+            dict(enumerate(short)), abs=1e-6
+        )
+        assert refused(served, "/rerank", query="a", documents=["a"], max_tokens_per_doc=-1)["param"]
     reply = post(url, "/rerank", query=QUERY, documents=["a"], max_chunks_per_doc=10)
     assert reply.headers["x-minivllm-ignored"] == "max_chunks_per_doc"
     assert refused(url, "/rerank", query=QUERY, documents=["a"], rank_fields=["title"])["param"] == "rank_fields"

@@ -153,6 +153,7 @@ class PoolingWorkerBuilder:
     def _facts(self, loaded: LoadedModel, settings: PoolerSettings, longest: int, seconds: float) -> WorkerFacts:
         dtype, width = str(self.dtype).removeprefix("torch."), 1 if self.scores else loaded.spec.hidden_size
         more = {"task": self.task, "width": width, "normalized": settings.normalize}
+        more["prompts"] = tuple(settings.prompts)
         told = loaded.name, loaded.tokenizer_dir, str(self.device), loaded.spec.vocab_size, dtype, "packed", more
         return facts_without_kv(self.config, About(*told), longest, self.decisions, seconds)
 
