@@ -72,6 +72,15 @@ class Directive(SphinxDirective):
         return [html(f"<details><summary>{title}</summary>"), *children, html("</details>")]
 
 
+class OfCode(Directive):
+    """One that is made of what the code has imported: no file is known that its page depends on, so every build reads
+    that page again."""
+
+    def run(self) -> list[nodes.Node]:
+        self.env.note_reread()
+        return super().run()
+
+
 def html(text: str) -> nodes.raw:
     return nodes.raw("", text, format="html")
 

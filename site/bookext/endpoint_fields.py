@@ -14,7 +14,7 @@ from docutils import nodes
 from msgspec import Struct
 
 from bookext import references
-from bookext.base import Directive, html
+from bookext.base import OfCode, html
 from bookext.charts import markup_table
 from bookext.reference import literal, marked
 from minivllm.serve.app import ENDPOINTS
@@ -93,7 +93,7 @@ def anchor(struct: type[Struct]) -> str:
     return f"of-{struct.__name__.lower()}"
 
 
-class EndpointFields(Directive):
+class EndpointFields(OfCode):
     """`{endpoint-fields}`: a section for each request, and in it one for each object that it is the first to hold."""
 
     def build(self) -> list[nodes.Node]:
@@ -113,7 +113,7 @@ def section(struct: type[Struct], title: str) -> nodes.section:
     return nodes.section("", nodes.title("", title), html(table(struct)), ids=[name], names=[name])
 
 
-class AbsentFields(Directive):
+class AbsentFields(OfCode):
     """`{absent-fields}`: what the answers of a reference have and ours never do, by the reason."""
 
     def build(self) -> list[nodes.Node]:
@@ -124,7 +124,7 @@ class AbsentFields(Directive):
         return [html(markup_table(("why", "fields"), rows))]
 
 
-class References(Directive):
+class References(OfCode):
     """`{references}`: what the tables have been compared with."""
 
     def build(self) -> list[nodes.Node]:

@@ -20,7 +20,7 @@ from typing import Any
 from docutils import nodes
 
 from bookext import charts, quotes
-from bookext.base import Directive, html, picture
+from bookext.base import Directive, OfCode, html, picture
 from minivllm import features, matrix
 from minivllm.cli import COMMANDS
 from minivllm.config import PRESETS, VLLM_NAMES, EngineConfig
@@ -158,7 +158,7 @@ def marked(text: str) -> str:
 # ---------------------------------------------------------------------------------------- options
 
 
-class Fields(Directive):
+class Fields(OfCode):
     """`{fields}`: every option that is not in the feature table, by section."""
 
     def build(self) -> list[nodes.Node]:
@@ -187,7 +187,7 @@ class Fields(Directive):
         }
 
 
-class Features(Directive):
+class Features(OfCode):
     """`{features}`: every axis of features.py, its options, and which options of others it cannot meet."""
 
     def build(self) -> list[nodes.Node]:
@@ -222,7 +222,7 @@ def conflicts_of(name: str) -> list[tuple[str, str, str]]:
     return found
 
 
-class Presets(Directive):
+class Presets(OfCode):
     """`{presets}`: the named configurations."""
 
     def build(self) -> list[nodes.Node]:
@@ -241,7 +241,7 @@ WORDS = {
 }  # fmt: skip
 
 
-class Matrix(Directive):
+class Matrix(OfCode):
     """`{matrix}`: two features at a time, by what the conformance tests found of their options."""
 
     def build(self) -> list[nodes.Node]:
@@ -282,7 +282,7 @@ def summary(marks: list[str]) -> str:
 # ---------------------------------------------------------------------------------------- server and terminal
 
 
-class Endpoints(Directive):
+class Endpoints(OfCode):
     """`{endpoints}`: what the server answers, and the fields of each request."""
 
     def build(self) -> list[nodes.Node]:
@@ -323,7 +323,7 @@ def shown(default: Any) -> str:
     return "" if default is None else str(default)
 
 
-class Commands(Directive):
+class Commands(OfCode):
     """`{commands}`: each command's --help."""
 
     def build(self) -> list[nodes.Node]:
