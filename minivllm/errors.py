@@ -45,6 +45,10 @@ class AdapterError(BadRequest):
     """A LoRA adapter that cannot be loaded: files that are missing, damaged or unsupported, a name that is taken."""
 
 
+class MissingAdapter(AdapterError):
+    """A path that leads to no folder."""
+
+
 class UnknownAdapter(BadRequest):
     """A request, or an unload, that names a LoRA adapter which is not loaded."""
 

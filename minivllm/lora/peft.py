@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from minivllm.errors import AdapterError, ModelError
+from minivllm.errors import AdapterError, MissingAdapter, ModelError
 from minivllm.files import read_json
 from minivllm.loading.safetensors_io import read_tensors
 from minivllm.lora.patterns import MAX_NAMES, Pattern, PatternError
@@ -74,7 +74,7 @@ def read_adapter(path: str, targets: Mapping[str, Target], max_rank: int) -> dic
     """
     folder = Path(path)
     if not os.path.isdir(folder):  # whatever is wrong with the path: too long, a loop of links
-        raise AdapterError(
+        raise MissingAdapter(
             f'no such folder: "{path[:LONGEST_SHOWN]}". A LoRA adapter is a folder with {CONFIG} and {WEIGHTS}', _PARAM
         )
     try:

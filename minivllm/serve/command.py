@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+
 from minivllm import child, logs, waiting
 from minivllm.config import DEFAULT_MODEL, EngineConfig
 from minivllm.engine.content_format import FORMATS
@@ -131,6 +133,14 @@ def parser(prog: str) -> Parser:
         "--lora", action="append", default=[], metavar="NAME=FOLDER", help="load a LoRA adapter; may be repeated"
     )
     group.add_argument(
+        "--lora-modules",
+        action="extend",
+        dest="lora",
+        nargs="+",
+        metavar="NAME=FOLDER",
+        help="vLLM's: the same of several, also as JSON with name and path",
+    )
+    group.add_argument(
         "--lora-dir",
         action="append",
         default=[],
@@ -146,9 +156,7 @@ def lora_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str,
     """The engine's options with what --lora and --lora-dir ask for. Exits if they cannot be followed."""
     adapters = {}
     for given in args.lora:
-        name, eq, folder = given.partition("=")
-        if not (name and eq and folder):
-            fail(f"--lora takes NAME=FOLDER, got {given}")
+        name, folder = adapter_of(given)
         if name in adapters or name in (args.served_model_name or [options.get("model", DEFAULT_MODEL)]):
             fail(f"--lora {given}: {name} is the name of another adapter, or of the model")
         adapters[name] = folder
@@ -160,6 +168,29 @@ def lora_options(args: argparse.Namespace, options: dict[str, Any]) -> dict[str,
     lora = {"lora.enabled": True, "lora.adapters": adapters}
     EngineConfig.build(options["preset"], {**options["overrides"], **lora})
     return {**options, "overrides": {**options["overrides"], **lora}}
+
+
+class LoraModule(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's JSON form of an adapter."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None  # there is one base model
+
+
+def adapter_of(given: str) -> tuple[str, str]:
+    """Its name and its folder. Exits if they are not given."""
+    if not given.startswith("{"):
+        name, _, folder = given.partition("=")
+    else:
+        try:
+            module = msgspec.json.decode(given, type=LoraModule)
+        except msgspec.DecodeError as error:
+            fail(f"--lora-modules {given}: {error}")
+        name, folder = module.name, module.path
+    if not (name and folder):
+        fail(f"--lora takes NAME=FOLDER, got {given}")
+    return name, folder
 
 
 def read_template(path: Path | None) -> str | None:

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from minivllm.errors import BadRequest, EngineDead, NeverFits, OutOfMemory, ReplicaDead, UnknownAdapter
+from minivllm.errors import BadRequest, EngineDead, MissingAdapter, NeverFits, OutOfMemory, ReplicaDead, UnknownAdapter
 from minivllm.registry import did_you_mean
 from minivllm.serve.messages_protocol import MessageError, MessageErrorDetail
 from minivllm.serve.ollama_protocol import OllamaError
@@ -132,6 +132,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, NeverFits):
         return context_length(str(error), error.param)
+    if isinstance(error, MissingAdapter):
+        return ApiError(404, str(error), code="adapter_not_found", param=error.param)
     if isinstance(error, UnknownAdapter):
         return ApiError(404, str(error), code="model_not_found", param=error.param)
     if isinstance(error, BadRequest):

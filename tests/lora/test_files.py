@@ -9,7 +9,7 @@ import torch
 from lora.adapters import ALL, NUM_LAYERS, SHAPES, write_adapter
 from safetensors.torch import load_file, save_file
 
-from minivllm.errors import AdapterError
+from minivllm.errors import AdapterError, MissingAdapter
 from minivllm.lora.peft import Target, read_adapter
 
 TARGETS = {
@@ -112,7 +112,7 @@ def test_wrong_tensors_are_refused_by_name(tmp_path, change, message):
 
 
 def test_missing_and_damaged_files_are_refused(tmp_path):
-    with pytest.raises(AdapterError, match="no such folder"):
+    with pytest.raises(MissingAdapter, match="no such folder"):
         read(tmp_path / "nowhere")
     with pytest.raises(AdapterError, match="no adapter_config.json"):
         read(tmp_path)

@@ -128,12 +128,12 @@ def test_no_path_leads_out_of_the_folder(url, root, path):
     [
         ({"lora_path": "large"}, 400, "rank 64, and lora.max_rank admits 32"),
         ({"lora_path": "broken"}, 400, "peft_type is None"),
-        ({"lora_path": "missing"}, 400, "no such folder"),
+        ({"lora_path": "missing"}, 404, "no such folder"),
         ({"lora_path": "a\0b"}, 400, "null character"),
         ({"lora_path": "a" * 5000}, 400, "longer than 4,096"),
-        ({"lora_path": "a" * 4000}, 400, "no such folder"),
-        ({"lora_path": "a/" * 2000}, 400, "no such folder"),
-        ({"lora_path": "loop"}, 400, "no such folder"),
+        ({"lora_path": "a" * 4000}, 404, "no such folder"),
+        ({"lora_path": "a/" * 2000}, 404, "no such folder"),
+        ({"lora_path": "loop"}, 404, "no such folder"),
         ({"lora_path": "second", "lora_name": "base"}, 400, "name of the model itself"),
         ({"lora_path": "second", "lora_name": ""}, 400, "1 to 256 characters"),
         ({"lora_path": 5}, 400, "lora_path"),
@@ -196,6 +196,9 @@ def test_the_command_line_loads_adapters_and_names_folders(root):
     lora = options("--lora", "a=x/y", "--lora", "b=z=1")
     assert lora == {"kv.num_blocks": 9, "lora.enabled": True, "lora.adapters": {"a": "x/y", "b": "z=1"}}
     assert options("--lora-dir", str(root))["lora.enabled"] is True
+    vllms = '{"name": "c", "path": "x/c", "base_model_name": "smollm2-135m"}'
+    lora = options("--lora", "a=x/a", "--lora-modules", "b=x/b", vllms, "--lora", "d=x/d")
+    assert lora["lora.adapters"] == {name: f"x/{name}" for name in "abcd"}
 
 
 @pytest.mark.parametrize(
@@ -203,6 +206,9 @@ def test_the_command_line_loads_adapters_and_names_folders(root):
     [
         (["--lora", "a"], "NAME=FOLDER"),
         (["--lora", "=x"], "NAME=FOLDER"),
+        (["--lora-modules", "a=x", '{"name": "b"}'], "missing required field `path`"),
+        (["--lora-modules", '{"name": "b", "path": "x", "rank": 8}'], "unknown field `rank`"),
+        (["--lora-modules", '{"name": "b"'], "--lora-modules"),
         (["--lora", "a=x", "--lora", "a=y"], "name of another adapter"),
         (["--lora", "smollm2-135m=x"], "or of the model"),
         (["--lora-dir", "not/there"], "no such folder"),

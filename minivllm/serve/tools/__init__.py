@@ -31,6 +31,7 @@ TOOL_PARSERS: Registry[ToolParser] = Registry(
         "glm45": "minivllm.serve.tools.formats.glm45:Glm45Parser",
         "glm47": "minivllm.serve.tools.formats.glm45:Glm45Parser",
         "hermes": "minivllm.serve.tools.formats.hermes:HermesParser",
+        "granite4": "minivllm.serve.tools.formats.hermes:HermesParser",
         "deepseek_v3": "minivllm.serve.tools.formats.deepseek_v3:DeepseekV3Parser",
         "deepseek_v31": "minivllm.serve.tools.formats.deepseek_v3:DeepseekV3Parser",
         "kimi_k2": "minivllm.serve.tools.formats.kimi_k2:KimiK2Parser",

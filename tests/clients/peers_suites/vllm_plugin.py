@@ -43,16 +43,22 @@ def pytest_configure(config):
     huggingface_hub.HfApi.snapshot_download = lambda self, *args, **named: os.environ["PEERS_ADAPTER"]
     for loader in (transformers.AutoTokenizer, transformers.AutoConfig):
         use_folders(loader, "from_pretrained")
-    load = sentence_transformers.SentenceTransformer.__init__
-    sentence_transformers.SentenceTransformer.__init__ = lambda self, name, *args, **named: load(
-        self, folder_for(name), *args, **named
-    )
+    for kind, folder in (
+        (sentence_transformers.SentenceTransformer, folder_for),
+        (sentence_transformers.CrossEncoder, lambda _: os.environ["PEERS_CROSS_ENCODER"]),
+    ):
+        replace_folder(kind, folder)
     get_tokenizer = vllm.tokenizers.get_tokenizer
 
     def get(tokenizer_name, *args, **named):
         return get_tokenizer(folder_for(tokenizer_name), *args, **named)
 
     vllm.tokenizers.get_tokenizer = get
+
+
+def replace_folder(kind, folder_of):
+    load = kind.__init__
+    kind.__init__ = lambda self, name, *args, **named: load(self, folder_of(name), *args, **named)
 
 
 def use_folders(loader, method):

@@ -38,6 +38,12 @@ DROPPED = {
     "--shutdown-timeout": 1,
     "--tensor-parallel-size": 1,
     "--reasoning-config": 1,
+    "--attention-backend": 1,
+    "--hf-overrides": 1,
+    "--limit-mm-per-prompt": 1,
+    "--show-hidden-metrics-for-version": 1,
+    "--enable-request-id-headers": 0,
+    "--enable-server-load-tracking": 0,
 }
 RENAMED = {"--api-server-count": "--api-servers"}
 
@@ -63,9 +69,6 @@ def translated(given: Sequence[str]) -> list[str]:
             name = rest.pop(0)
         elif option == "--served-model-name":
             names = take_values(rest)
-        elif option == "--lora-modules":
-            for adapter in take_values(rest):
-                made += ["--lora", adapter]
         elif option == "--max-model-len":
             made += [option, str(min(int(rest.pop(0)), CONTEXT[model]))]
         elif option == "--reasoning-parser":
@@ -117,6 +120,8 @@ def main() -> None:
         command = [sys.executable, "-u", "-m", "minivllm.serve", *translated(sys.argv[2:])]
     except Refused as error:
         sys.exit(f"refused: {error}")
+    if os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        command += ["--lora-dir", "/"]
     if key := os.environ.get("VLLM_API_KEY"):
         os.environ["MINIVLLM_API_KEY"] = key
     print(*command, flush=True)
