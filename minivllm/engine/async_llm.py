@@ -271,6 +271,7 @@ class AsyncLLM(EngineHandle):
             self.stats.take_part(message.replica, message.stats)
             for watcher in self.watchers:
                 watcher.on_report(message)
+            self._front.processor.scheduled(message.joined, self._front.clock() - sum(message.times_ms.values()) / 1e3)
             if message.deltas:
                 self._post(self._deliver, message.deltas, self._front.processor.named(message.deltas))
         elif isinstance(message, Stalled):

@@ -1,4 +1,4 @@
-"""What Prometheus reads: vLLM's metric names under the prefix "minivllm:".
+"""What Prometheus reads: vLLM's metric names, under the prefix "minivllm:" or, for what reads vLLM's, under "vllm:".
 
 Three sources. Gauges and totals are read from `EngineStats` when somebody scrapes. What happens between two tokens
 (ITL, queue time, tokens a step) is told by the engine's reports, one a step, in the thread that brings them. What a
@@ -16,9 +16,9 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -28,10 +28,12 @@ from minivllm.plan import Delta
 from minivllm.request import EngineRequest
 
 if TYPE_CHECKING:
+    from minivllm.config import EngineConfig
     from minivllm.engine.core import EngineStats
     from minivllm.engine.messages import Report
     from minivllm.engine.output import RequestMetrics
 
+PREFIX = "minivllm"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -71,21 +73,28 @@ class Snapshot(msgspec.Struct):
 class Metrics:
     """A watcher of an AsyncLLM, and a collector of a registry of its own."""
 
-    def __init__(self, model_name: str = "", clock: Callable[[], float] = time.monotonic):
+    def __init__(self, model_name: str = "", clock: Callable[[], float] = time.monotonic, prefix: str = PREFIX):
         self.stats: EngineStats | None = None  # set once there is an engine
+        self.cache: dict[str, str] = {}  # labels of cache_config_info: what the KV cache is; none: there is none
         self.labels = {"model_name": model_name}
-        self.clock = clock
-        seconds, tokens = grid(-3, 3), grid(0, 5)
-        self.ttft = Histogram("minivllm:time_to_first_token_seconds", "Arrival to first token", seconds)
-        self.itl = Histogram("minivllm:inter_token_latency_seconds", "Between two tokens of one request", seconds)
-        self.tpot = Histogram(
-            "minivllm:time_per_output_token_seconds", "Mean time per token after the first, by request", seconds
-        )
-        self.e2e = Histogram("minivllm:e2e_request_latency_seconds", "Arrival to last token", seconds)
-        self.queue = Histogram("minivllm:request_queue_time_seconds", "Arrival to first scheduled", seconds)
-        self.prompt = Histogram("minivllm:request_prompt_tokens", "Prompt tokens, by request", tokens)
-        self.generation = Histogram("minivllm:request_generation_tokens", "Generated tokens, by request", tokens)
-        self.step_tokens = Histogram("minivllm:iteration_tokens_total", "Tokens computed in a step", tokens)
+        self.clock, self.prefix = clock, prefix
+        self._of_requests: list[Histogram] = []
+        seconds, tokens, few = grid(-3, 3), grid(0, 5), grid(0, 2)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token", seconds)
+        self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens of one request", seconds)
+        what = "Mean time per token after the first, by request"
+        self.tpot = self._histogram("time_per_output_token_seconds", what, seconds)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token", seconds)
+        self.queue = self._histogram("request_queue_time_seconds", "Arrival to first scheduled", seconds)
+        self.prefill = self._histogram("request_prefill_time_seconds", "First scheduled to first token", seconds)
+        self.decode = self._histogram("request_decode_time_seconds", "First token to last token", seconds)
+        self.inference = self._histogram("request_inference_time_seconds", "First scheduled to last token", seconds)
+        self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens, by request", tokens)
+        self.generation = self._histogram("request_generation_tokens", "Generated tokens, by request", tokens)
+        self.preemptions = self._histogram("request_num_preemptions", "Preemptions, by request", [0.0, *few])
+        self.asked_n = self._histogram("request_params_n", "Choices asked for, by request", few)
+        self.asked_tokens = self._histogram("request_params_max_tokens", "max_tokens, by request that has it", tokens)
+        self.step_tokens = Histogram(f"{prefix}:iteration_tokens_total", "Tokens computed in a step", tokens)
         self.finished: Counter[str] = Counter()
         self.responses: Counter[tuple[str, str, str]] = Counter()  # (method, path, status)
         self.others: Callable[[], Iterable[Snapshot]] = tuple  # of this engine, where several servers share it
@@ -94,6 +103,11 @@ class Metrics:
         self._lock = threading.Lock()  # of _last_token
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
+
+    def _histogram(self, name: str, what: str, bounds: list[float]) -> Histogram:
+        """Of requests: each front end has its own, and a scrape adds them up."""
+        self._of_requests.append(made := Histogram(f"{self.prefix}:{name}", what, bounds))
+        return made
 
     # -- a watcher of the engine (AsyncLLM)
 
@@ -134,9 +148,16 @@ class Metrics:
     # -- the front end's thread
 
     def on_request_end(
-        self, reason: str, times: RequestMetrics | None = None, num_prompt: int = 0, num_generated: int = 0
+        self,
+        reason: str,
+        times: RequestMetrics | None = None,
+        num_prompt: int = 0,
+        num_generated: int = 0,
+        n: int = 1,
+        max_tokens: int | None = None,
     ) -> None:
-        """A request has ended. `times` and counts: if it ended by itself; num_generated: of its longest choice."""
+        """A request has ended. What follows the reason: if it ended by itself; num_generated: of its longest choice; n
+        and max_tokens: what it asked for."""
         self.finished[reason] += 1
         if times is None or not times.first_token_time:
             return
@@ -144,6 +165,13 @@ class Metrics:
         self.generation.observe(num_generated)
         self.ttft.observe(times.first_token_time - times.arrival_time)
         self.e2e.observe(times.last_token_time - times.arrival_time)
+        self.prefill.observe(times.first_token_time - times.scheduled_time)
+        self.decode.observe(times.last_token_time - times.first_token_time)
+        self.inference.observe(times.last_token_time - times.scheduled_time)
+        self.preemptions.observe(times.num_preemptions)
+        self.asked_n.observe(n)
+        if max_tokens is not None:
+            self.asked_tokens.observe(max_tokens)
         if num_generated > 1:
             self.tpot.observe((times.last_token_time - times.first_token_time) / (num_generated - 1))
 
@@ -154,21 +182,18 @@ class Metrics:
 
     def snapshot(self) -> Snapshot:
         """What this front end has counted of its own requests."""
-        histograms = {histogram.name: (list(histogram.counts), histogram.sum) for histogram in self._of_requests()}
+        histograms = {histogram.name: (list(histogram.counts), histogram.sum) for histogram in self._of_requests}
         return Snapshot(dict(self.finished), [(*key, count) for key, count in self.responses.items()], histograms)
-
-    def _of_requests(self) -> tuple[Histogram, ...]:
-        return self.ttft, self.itl, self.tpot, self.e2e, self.queue, self.prompt, self.generation
 
     def _with_others(self) -> Metrics:
         """The sum with what other front ends of the same engine have counted; all see the same engine."""
-        total = Metrics()
+        total = Metrics(prefix=self.prefix)
         total.labels = self.labels
         for snapshot in (self.snapshot(), *self.others()):
             total.finished.update(snapshot.finished)
             for method, path, status, number in snapshot.responses:
                 total.responses[method, path, status] += number
-            for histogram in total._of_requests():
+            for histogram in total._of_requests:
                 counts, sum_ = snapshot.histograms[histogram.name]
                 histogram.counts = [a + b for a, b in zip(histogram.counts, counts, strict=True)]
                 histogram.sum += sum_
@@ -186,27 +211,62 @@ class Metrics:
     def _request_families(self) -> Iterator[Metric]:
         names, values = list(self.labels), list(self.labels.values())
         success = CounterMetricFamily(
-            "minivllm:request_success", "Requests that ended, by reason", labels=[*names, "finished_reason"]
+            f"{self.prefix}:request_success", "Requests that ended, by reason", labels=[*names, "finished_reason"]
         )
         for reason in FINISH_REASONS:
             success.add_metric([*values, reason], self.finished[reason])
         yield success
         http = CounterMetricFamily(
-            "minivllm:http_requests", "HTTP responses", labels=[*names, "method", "path", "status"]
+            f"{self.prefix}:http_requests", "HTTP responses", labels=[*names, "method", "path", "status"]
         )
         for key, count in sorted(self.responses.items()):
             http.add_metric([*values, *key], count)
         yield http
-        for histogram in self._of_requests():
+        rejected = CounterMetricFamily(
+            f"{self.prefix}:admission_rejections", "Requests that a limit refused (429)", labels=names
+        )
+        rejected.add_metric(values, sum(count for (*_, status), count in self.responses.items() if status == "429"))
+        yield rejected
+        for histogram in self._of_requests:
             yield histogram.family(self.labels)
 
     def _engine_families(self, stats: EngineStats) -> Iterator[Metric]:
         """vLLM's label "engine": the replica's number."""
         for kind, name, what, value_of in ENGINE_FAMILIES:
-            family = kind(f"minivllm:{name}", what, labels=[*self.labels, "engine"])
+            family = kind(f"{self.prefix}:{name}", what, labels=[*self.labels, "engine"])
             for number, part in enumerate(stats.parts):
                 family.add_metric([*self.labels.values(), str(number)], value_of(part))
             yield family
+        waiting = GaugeMetricFamily(
+            f"{self.prefix}:num_requests_waiting_by_reason",
+            "Requests in the queue, by what they wait for: room in the batch or in the cache",
+            labels=[*self.labels, "engine", "reason"],
+        )
+        for number, part in enumerate(stats.parts):
+            waiting.add_metric([*self.labels.values(), str(number), "capacity"], part.num_waiting)
+        yield waiting
+        labels = self.labels | self.cache
+        about = GaugeMetricFamily(
+            f"{self.prefix}:cache_config_info", "What the KV cache is; always 1", labels=[*labels, "engine"]
+        )
+        for number in range(len(stats.parts) if self.cache else 0):
+            about.add_metric([*labels.values(), str(number)], 1)
+        yield about
+
+
+def cache_labels(info: Mapping[str, Any], config: EngineConfig) -> dict[str, str]:
+    """Of cache_config_info. info: WorkerFacts.info; nothing for an engine without a KV cache."""
+    if not info.get("num_blocks"):
+        return {}
+    told = {
+        "block_size": info["block_size"],
+        "cache_dtype": config.kv.dtype,
+        "num_gpu_blocks": info["num_blocks"],
+        "enable_prefix_caching": config.kv.prefix != "none",
+        "kv_cache_size_tokens": info["kv_tokens"],
+        "kv_cache_max_concurrency": f"{info['kv_tokens'] / info['max_model_len']:.2f}",
+    }
+    return {name: str(value) for name, value in told.items()}
 
 
 ENGINE_FAMILIES: tuple[tuple[type[Metric], str, str, Callable[[EngineStats], float]], ...] = (

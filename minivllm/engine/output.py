@@ -10,7 +10,7 @@ which the n likeliest are returned. Names and shapes are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,12 +57,19 @@ class RequestMetrics:
     """Seconds, on the clock of the `now` arguments. Times that have not come yet are 0."""
 
     arrival_time: float
+    scheduled_time: float = 0.0  # when the first step began that had a choice of it; AsyncLLM's alone
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     finished_time: float = 0.0
     num_generation_tokens: int = 0  # of all choices
     itls: list[float] = field(default_factory=list)  # between two steps that brought tokens; all choices one by one
     num_choices: int = 1
+    num_joins: int = 0  # how often a choice has entered the batch: once, and again behind each preemption
+
+    @property
+    def num_preemptions(self) -> int:
+        """Of all choices."""
+        return max(0, self.num_joins - self.num_choices)
 
     @property
     def ttft(self) -> float | None:
@@ -298,6 +305,15 @@ class OutputProcessor:
             if delta.prompt_logprobs and (choice := self._choices.get(delta.req_id)) is not None:
                 found[delta.req_id] = [choice.parent.as_dict(entries) for entries in delta.prompt_logprobs]
         return found
+
+    def scheduled(self, req_ids: Iterable[str], begin: float) -> None:
+        """A step that began then had these for the first time, or again behind a preemption. May be called in a thread
+        of its own."""
+        for req_id in req_ids:
+            if (choice := self._choices.get(req_id)) is not None:
+                metrics = choice.parent.metrics
+                metrics.scheduled_time = metrics.scheduled_time or max(begin, metrics.arrival_time)
+                metrics.num_joins += 1
 
     def process(
         self, deltas: Sequence[Delta], now: float, named: Named | None = None

@@ -7,7 +7,7 @@ failed. Names and shapes of the offline outputs are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,9 @@ class PooledProcessor:
         """The request that an id of the engine core belongs to."""
         call = self._call_of.get(req_id)
         return None if call is None else call.id
+
+    def scheduled(self, req_ids: Iterable[str], begin: float) -> None:
+        """No times are told of a vector."""
 
     def named(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """No token is reported, so none has to be named."""

@@ -574,8 +574,6 @@ def create_app(
         app.add_middleware(Forwarded, proxies=proxies)
     metrics.stats = engine.stats
     engine.watchers.append(metrics)
-    if isinstance(tracing, Tracing):
-        engine.watchers.append(tracing)
     parsers = tool_parser, reasoning_parser
     app.state.service = Service(
         engine,
@@ -592,7 +590,6 @@ def create_app(
     app.state.shelf = Shelf(response_store) if response_store else NoShelf()
     if tells_timings:
         app.state.service.timings = Timings()
-        engine.watchers.append(app.state.service.timings)
     if request_limits is not None:
         app.state.service.request_limits = request_limits
     app.state.lora_dirs = [folder.resolve() for folder in lora_dirs]

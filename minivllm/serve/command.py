@@ -368,7 +368,7 @@ def application(
     args: argparse.Namespace, engine: AsyncLLM, names: Sequence[str], app_options: dict[str, Any]
 ) -> tuple[Starlette, list[Row]]:
     """The application over an engine that is ready, and how it reads what the model writes."""
-    from minivllm.engine.metrics import Metrics
+    from minivllm.engine.metrics import Metrics, cache_labels
     from minivllm.serve.app import create_app
     from minivllm.serve.telemetry import start as start_tracing
 
@@ -378,7 +378,11 @@ def application(
         use_template(engine.tokenizer, args)
     tools = choose(args.tool_call_parser, engine.tokenizer)
     thoughts = reasoning.choose(args.reasoning_parser, engine.tokenizer)
-    rows, metrics = [("tool calls", *tools[1:]), ("reasoning", *thoughts[1:])], Metrics(names[0])
+    rows, metrics = (
+        [("tool calls", *tools[1:]), ("reasoning", *thoughts[1:])],
+        Metrics(names[0], prefix=args.metrics_prefix),
+    )
+    metrics.cache = cache_labels(engine.info, engine.config)
     own = {
         "tool_parser": tools.parser,
         "reasoning_parser": thoughts.parser,

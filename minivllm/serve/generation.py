@@ -15,11 +15,10 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -35,7 +34,7 @@ from minivllm.engine.prompt_embeds import KEY, NONE, Embeds
 from minivllm.errors import BadRequest
 from minivllm.plan import NO_DISTRIBUTION, NO_LOGITS, NO_MEMORY, TOO_SLOW
 from minivllm.registry import did_you_mean
-from minivllm.request import BeamSearchParams, SamplingParams, sequence_ids
+from minivllm.request import BeamSearchParams, SamplingParams
 from minivllm.serve import bodies, errors
 from minivllm.serve.connection import encoded
 from minivllm.serve.deadline import Deadline
@@ -235,8 +234,6 @@ class Job:
                         del unfinished[i]
                     yield i, output
         except BadRequest:
-            for i in unfinished:
-                self.service.tracing.forget(self, self._request_id(i))
             unfinished.clear()  # refused: it has never been a request of the engine
             raise
         except Exception:
@@ -283,11 +280,6 @@ class Job:
         """What the engine calls it."""
         return f"{self.id}-{prompt}"
 
-    def sequence_ids(self) -> Iterator[str]:
-        """What the engine core calls them."""
-        num_sequences = self.params.num_sequences
-        return chain.from_iterable(sequence_ids(self._request_id(i), num_sequences) for i in range(len(self.prompts)))
-
     def _generate(self, prompt: int, kind: str) -> AsyncGenerator[RequestOutput, None]:
         return self.service.engine.generate(
             self.prompts[prompt].given,
@@ -314,7 +306,8 @@ class Job:
             self.usage.prompt_tokens_details.cached_tokens += output.num_cached_tokens or 0
             generated = [self.num_generated[self.choice(prompt, i)] for i in range(self.params.n)]
             reason = output.outputs[-1].finish_reason
-            self.service.metrics.on_request_end(reason, output.metrics, num_prompt, max(generated))
+            asked = self.params.n, self.params.max_tokens
+            self.service.metrics.on_request_end(reason, output.metrics, num_prompt, max(generated), *asked)
             self.service.tracing.end(self, self._request_id(prompt), reason, output, sum(generated))
         self.usage.total_tokens = self.usage.prompt_tokens + self.usage.completion_tokens
 

@@ -48,6 +48,8 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--trust-request-chat-template", action="store_true", help=f"{what} (off)")
     what = "let /v1/completions take prompts as vectors: prompt_embeds, a tensor in base64"
     group.add_argument("--enable-prompt-embeds", action="store_true", help=f"{what} (off)")
+    what = "what stands before the names of /metrics: vllm, for dashboards and autoscalers that read vLLM's"
+    group.add_argument("--metrics-prefix", default="minivllm", metavar="NAME", help=f"{what} (minivllm)")
     what = "GET /debug/trace: the last steps, for ui.perfetto.dev; /debug/process: what the process holds"
     group.add_argument("--debug-endpoints", action="store_true", help=f"{what} (off)")
     what = (

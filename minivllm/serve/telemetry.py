@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from minivllm.errors import ConfigError
-from minivllm.request import BeamSearchParams, SamplingParams, sequence_ids
-from minivllm.serve.timings import FirstSteps
+from minivllm.request import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -48,16 +47,12 @@ class NoTracing:
     def end(self, job: Traced, request_id: str, reason: str, output: RequestOutput | None, num_tokens: int) -> None:
         pass
 
-    def forget(self, job: Traced, request_id: str) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
 
-class Tracing(FirstSteps):
+class Tracing:
     def __init__(self, provider: TracerProvider):
-        super().__init__()
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider, self._propagator = provider, TraceContextTextMapPropagator()
@@ -67,7 +62,6 @@ class Tracing(FirstSteps):
         """A request has ended. output: its last one; None if it was aborted or failed. num_tokens: of all choices."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        joined = self.forget(job, request_id)
         wall = time.time_ns()
         span = self._tracer.start_span(
             "llm_request",
@@ -77,16 +71,11 @@ class Tracing(FirstSteps):
         )
         span.set_attributes(_of_request(job, request_id))
         if output is not None:
-            span.set_attributes(_of_output(output, num_tokens, joined))
+            span.set_attributes(_of_output(output, num_tokens))
         if reason in ("abort", "error"):
             span.set_attribute("error.type", reason)
             span.set_status(Status(StatusCode.ERROR, reason))
         span.end(wall)
-
-    def forget(self, job: Traced, request_id: str) -> float | None:
-        """A request that has no span, or has had it; when its first step began, if it did."""
-        ids = sequence_ids(request_id, job.params.num_sequences)
-        return [self._joined.pop(req_id, None) for req_id in ids][0]
 
     def close(self) -> None:
         """Send what is left, if that takes no longer than FLUSH_SECONDS: no collector keeps a server from ending."""
@@ -116,7 +105,7 @@ def _of_request(job: Traced, request_id: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _of_output(output: RequestOutput, num_tokens: int, joined: float | None) -> dict[str, Any]:
+def _of_output(output: RequestOutput, num_tokens: int) -> dict[str, Any]:
     times, num_prompt = output.metrics, len(output.prompt_token_ids)
     found: dict[str, Any] = {
         "gen_ai.usage.prompt_tokens": num_prompt,
@@ -131,10 +120,9 @@ def _of_output(output: RequestOutput, num_tokens: int, joined: float | None) -> 
     found["gen_ai.latency.time_to_first_token"] = times.first_token_time - times.arrival_time
     found["gen_ai.latency.e2e"] = times.last_token_time - times.arrival_time
     found["gen_ai.latency.time_in_model_decode"] = times.last_token_time - times.first_token_time
-    if joined is not None:
-        found["gen_ai.latency.time_in_queue"] = max(0.0, joined - times.arrival_time)
-        found["gen_ai.latency.time_in_model_prefill"] = times.first_token_time - joined
-        found["gen_ai.latency.time_in_model_inference"] = times.last_token_time - joined
+    found["gen_ai.latency.time_in_queue"] = times.scheduled_time - times.arrival_time
+    found["gen_ai.latency.time_in_model_prefill"] = times.first_token_time - times.scheduled_time
+    found["gen_ai.latency.time_in_model_inference"] = times.last_token_time - times.scheduled_time
     return found
 
 

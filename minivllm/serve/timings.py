@@ -6,17 +6,14 @@ arrival, and only what has one sequence is measured, since no one number fits se
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from minivllm.engine.messages import Report
     from minivllm.engine.output import RequestMetrics
-    from minivllm.request import EngineRequest
 
 
 class RequestTimings(Struct, kw_only=True):
@@ -33,41 +30,16 @@ class Measured(Protocol):
     num_sequences: int
     made: Sequence[RequestMetrics]
 
-    def sequence_ids(self) -> Iterable[str]: ...
-
 
 class NoTimings:
     def of(self, job: Measured) -> UnsetType:
         return UNSET
 
 
-class FirstSteps:
-    """A watcher of the engine, which alone sees when a request leaves the queue."""
-
-    def __init__(self) -> None:
-        self._joined: dict[str, float | None] = {}  # when a sequence's first step began; None: it waits
-
-    def on_add(self, req: EngineRequest) -> None:
-        self._joined[req.id] = None
-
-    def on_abort(self, req_ids: Iterable[str]) -> None:
-        for req_id in req_ids:
-            self._joined.pop(req_id, None)
-
-    def on_report(self, report: Report) -> None:
-        begin = time.monotonic() - sum(report.times_ms.values()) / 1e3
-        for req_id in report.joined:
-            if self._joined.get(req_id, begin) is None:  # its first step: one that was preempted joins again
-                self._joined[req_id] = begin
-
-
-class Timings(FirstSteps):
+class Timings:
     def of(self, job: Measured) -> RequestTimings | None:
         """Of a request that has ended. None: it has several sequences, or no token."""
-        joined = [self._joined.pop(req_id, None) for req_id in job.sequence_ids()]
-        if job.num_sequences != 1 or joined[0] is None or not job.made or not job.made[0].first_token_time:
-            return None
-        return measured(job.made[0], joined[0])
+        return measured(job.made[0]) if job.num_sequences == 1 and job.made and job.made[0].first_token_time else None
 
 
 def without_nulls(told: RequestTimings | None | UnsetType) -> RequestTimings | UnsetType:
@@ -78,14 +50,13 @@ def without_nulls(told: RequestTimings | None | UnsetType) -> RequestTimings | U
     return replace(told, **nulls)
 
 
-def measured(times: RequestMetrics, joined: float) -> RequestTimings:
-    """joined: when the request's first step began."""
-    decoding, inference = times.last_token_time - times.first_token_time, times.last_token_time - joined
+def measured(times: RequestMetrics) -> RequestTimings:
+    decoding, inference = times.last_token_time - times.first_token_time, times.last_token_time - times.scheduled_time
     num_later = times.num_generation_tokens - 1
     return RequestTimings(
-        time_to_first_token_ms=1e3 * (times.first_token_time - joined),
+        time_to_first_token_ms=1e3 * (times.first_token_time - times.scheduled_time),
         generation_time_ms=1e3 * decoding,
-        queue_time_ms=1e3 * max(0.0, joined - times.arrival_time),
+        queue_time_ms=1e3 * (times.scheduled_time - times.arrival_time),
         mean_itl_ms=1e3 * decoding / num_later if num_later > 0 else None,
         tokens_per_second=times.num_generation_tokens / inference if inference > 0 else None,
     )

@@ -54,6 +54,17 @@ def test_what_comes_late_is_not_taken_for_the_next_request_of_that_name():
     assert output.outputs[0].token_ids == [B] and not output.finished
 
 
+def test_a_request_knows_when_its_first_step_began_and_how_often_it_was_preempted():
+    processor = start(n=2, temperature=1)
+    processor.scheduled(["r#0", "r#1", "unknown"], ARRIVED + 2)
+    processor.scheduled(["r#1"], ARRIVED + 3)
+    metrics = processor.metrics_of("r")
+    assert (metrics.scheduled_time, metrics.num_preemptions) == (ARRIVED + 2, 1)
+    other = start(request_id="s", processor=processor)
+    other.scheduled(["s"], ARRIVED - 1)  # on a clock that is read a little later
+    assert other.metrics_of("s").scheduled_time == ARRIVED
+
+
 def test_a_final_output_comes_once():
     processor = start("final")
     assert step(processor, ("r", [A])) == ([], [])

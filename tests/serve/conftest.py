@@ -67,6 +67,7 @@ class FakeEngine:
     stalled = None
     dead_replicas = ()
     decisions = ()
+    info: dict[str, object] = {}  # it has no KV cache
     config = SimpleNamespace(
         model=SimpleNamespace(path="fake"),
         scheduler=SimpleNamespace(max_num_seqs=2, policy="fcfs"),

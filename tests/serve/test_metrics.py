@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from minivllm.config import EngineConfig
 from minivllm.engine.core import EngineStats
 from minivllm.engine.messages import Report
-from minivllm.engine.metrics import Histogram, Metrics
+from minivllm.engine.metrics import Histogram, Metrics, cache_labels
+from minivllm.engine.output import RequestMetrics
 from minivllm.plan import Delta
 from minivllm.request import EngineRequest, SamplingParams
 
@@ -26,10 +28,10 @@ def metrics(clock):
     return metrics
 
 
-def value(metrics, name, **labels):
+def value(metrics, name, prefix="minivllm", **labels):
     families = text_string_to_metric_families(metrics.render().decode())
     found = [
-        s for f in families for s in f.samples if s.name == f"minivllm:{name}" and labels.items() <= s.labels.items()
+        s for f in families for s in f.samples if s.name == f"{prefix}:{name}" and labels.items() <= s.labels.items()
     ]
     (sample,) = found
     assert sample.labels["model_name"] == "m"
@@ -82,8 +84,20 @@ def test_nothing_is_kept_of_a_request_that_has_ended(metrics):
 
 
 def test_a_finished_request_gives_ttft_tpot_and_end_to_end(metrics):
-    times = SimpleNamespace(arrival_time=10.0, first_token_time=10.5, last_token_time=11.5)
-    metrics.on_request_end("stop", times, num_prompt=7, num_generated=11)
+    times = RequestMetrics(10.0, scheduled_time=10.125, first_token_time=10.5, last_token_time=11.5, num_joins=3)
+    metrics.on_request_end("stop", times, 7, 11, n=2, max_tokens=20)
+    metrics.on_request_end("stop", times, 7, 11)
+    metrics.on_request_end("abort")
+    times.num_choices = 3
+    one = Metrics("m")
+    one.on_request_end("stop", times, 7, 11)
+    assert value(one, "request_num_preemptions_sum") == 0 and value(one, "request_params_max_tokens_count") == 0
+    assert [value(metrics, f"request_{part}_time_seconds_sum") for part in ("prefill", "decode", "inference")] == [
+        2 * 0.375, 2 * 1.0, 2 * 1.375
+    ]  # fmt: skip
+    assert value(metrics, "request_num_preemptions_sum") == 4 and value(metrics, "request_params_n_sum") == 3
+    assert value(metrics, "request_params_max_tokens_sum") == 20
+    metrics = one
     metrics.on_request_end("abort")
     assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
     assert value(metrics, "time_per_output_token_seconds_sum") == pytest.approx(0.1)
@@ -98,6 +112,34 @@ def test_gauges_are_read_from_the_engine_at_the_scrape(metrics):
     metrics.stats.num_running, metrics.stats.num_total_blocks, metrics.stats.num_free_blocks = 3, 10, 4
     assert value(metrics, "num_requests_running") == 3
     assert value(metrics, "kv_cache_usage_perc") == pytest.approx(0.6)
+
+
+def test_who_waits_and_what_was_refused(metrics):
+    metrics.stats.num_waiting = 5
+    assert value(metrics, "num_requests_waiting_by_reason", reason="capacity", engine="0") == 5
+    for status in (200, 429, 429):
+        metrics.on_response("POST", "/v1/completions", status)
+    assert value(metrics, "admission_rejections_total") == 2
+
+
+def test_the_cache_is_told_where_there_is_one(metrics):
+    config = EngineConfig.build("v1", {"kv.prefix": "none"})
+    assert "cache_config_info{" not in metrics.render().decode() and cache_labels({"num_blocks": 0}, config) == {}
+    info = {"num_blocks": 100, "block_size": 16, "kv_tokens": 1600, "max_model_len": 640}
+    metrics.cache = cache_labels(info, config)
+    told = {"kv_cache_size_tokens": "1600", "kv_cache_max_concurrency": "2.50", "enable_prefix_caching": "False"}
+    assert value(metrics, "cache_config_info", block_size="16", num_gpu_blocks="100", **told) == 1
+
+
+def test_all_names_stand_below_the_prefix():
+    theirs, ours = Metrics("m", prefix="vllm"), Metrics("m")
+    for metrics in (theirs, ours):
+        metrics.stats = EngineStats()
+        metrics.on_response("GET", "/health", 200)
+        metrics.on_request_end("stop")
+    assert theirs.render() == ours.render().replace(b"minivllm:", b"vllm:")
+    theirs.others = lambda: [theirs.snapshot()]
+    assert value(theirs, "request_success_total", "vllm", finished_reason="stop") == 2
 
 
 def test_two_servers_in_a_process_count_apart():

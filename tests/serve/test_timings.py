@@ -25,7 +25,7 @@ BODIES = {
 def served(serving):
     engine = AsyncLLM("dummy:tiny", overrides=TINY)
     with serving(engine, names=("tiny",), tells_timings=True) as url:
-        yield SimpleNamespace(url=url, watcher=engine.watchers[-1])
+        yield SimpleNamespace(url=url)
 
 
 def ask(served, path: str, **fields) -> dict:
@@ -82,13 +82,12 @@ def test_several_sequences_have_no_one_time(served, fields):
     assert ask(served, "completions", **fields)["metrics"] is None
 
 
-def test_nothing_is_kept_of_what_has_ended(served, eventually):
-    ask(served, "completions", n=2, temperature=1)
-    events(served, "chat/completions")
-    body = BODIES["completions"] | {"stream": True, "max_tokens": 150}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as reply:
-        next(reply.iter_lines())
-    eventually(lambda: not served.watcher._joined)
+def test_what_a_text_stops_has_times_too(served):
+    """The engine core does not end it: the front end has it aborted."""
+    text = ask(served, "completions")["choices"][0]["text"]
+    stopped = ask(served, "completions", stop=text[2:4], max_tokens=60)
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["metrics"].keys() == NAMES and stopped["metrics"]["time_to_first_token_ms"] > 0
 
 
 def test_without_the_option_there_is_no_such_field(fake):

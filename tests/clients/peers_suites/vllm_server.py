@@ -78,7 +78,7 @@ def translated(given: Sequence[str]) -> list[str]:
             made += [] if model == EMBEDS else [option, template]  # which it does not have for conversations
         else:
             made += [option, *take_values(rest)]
-    return [*made, "--served-model-name", *(names or [name]), "--log-level", "warning"]
+    return [*made, "--served-model-name", *(names or [name]), "--log-level", "warning", "--metrics-prefix", "vllm"]
 
 
 def take_values(rest: list[str]) -> list[str]:
