@@ -42,7 +42,7 @@ class _AtWork(threading.local):
 @contextmanager
 def watched_loops():
     """Of all threads of this process that run one."""
-    watch, at_work = LoopWatch(), _AtWork()
+    watch, at_work, one_at_a_time = LoopWatch(), _AtWork(), threading.Lock()
     real_turn, real_run = BaseEventLoop._run_once, asyncio.Handle._run
 
     def turn(loop):
@@ -53,6 +53,11 @@ def watched_loops():
         if at_work.where:
             watch.faults.append(at_work.where)
 
+    def set_trace(function):
+        """In this thread. CPython raises RuntimeError where two threads install one at once."""
+        with one_at_a_time:
+            sys.settrace(function)
+
     def run(handle):
         def trace(frame, event, arg):
             at_work.lines += 1
@@ -61,11 +66,11 @@ def watched_loops():
                 at_work.where = f"over {MAX_LINES} lines in a turn, at {code.co_filename}: {code.co_name}"
             return trace
 
-        sys.settrace(trace)
+        set_trace(trace)
         try:
             real_run(handle)
         finally:
-            sys.settrace(None)
+            set_trace(None)
 
     def sized(name, real, size_of):
         def call(*args, **kwargs):
