@@ -21,7 +21,8 @@ from models.pairs import (
     save_oracle,
 )
 from naive_attention import greedy, logits_of
-from parallel.devices import run, together
+from parallel.devices import Device, run, together
+from parallel.threads import all_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
@@ -188,7 +189,7 @@ def test_ranks_give_the_logits_of_one_device_and_of_transformers(placement, orac
 )
 def test_what_has_no_place_over_ranks_is_refused(placement, message, oracles):
     with pytest.raises(ModelError, match=message):
-        together(oracles["as published"][0], placement, [random_tokens(length=4)])
+        Device(oracles["as published"][0], all_ranks(placement)[0])
 
 
 # ---------------------------------------------------------------- files
