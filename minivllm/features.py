@@ -184,6 +184,7 @@ POOLING_WORKERS: Registry = Registry(  # what builds a worker that pools, instea
     {
         "embed": "minivllm.engine.build.pooling:PoolingWorkerBuilder",
         "score": "minivllm.engine.build.pooling:PoolingWorkerBuilder",
+        "classify": "minivllm.engine.build.pooling:PoolingWorkerBuilder",
     },
 )
 ROUTERS: Registry = Registry(

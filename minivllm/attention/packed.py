@@ -56,9 +56,9 @@ class PackedAttention:
     def __init__(self, layers: list[AttentionSpec], device: torch.device):
         for layer in layers:
             assert layer.num_heads % layer.num_kv_heads == 0, layer
-            assert layer.soft_cap is None and (layer.causal or layer.sliding_window is None), layer
-            if layer.slopes is not None:
-                raise ConfigError("a model whose scores have slopes (ALiBi) generates, and does not embed texts yet")
+            assert layer.causal or layer.sliding_window is None, layer
+            if why := unsupported(layer):
+                raise ConfigError(f"a model with {why} generates, and neither embeds nor classifies texts yet")
         self.specs = list(dict.fromkeys(layers))
         self.device = device
 
@@ -89,6 +89,17 @@ class PackedAttention:
             )  # [B, heads, L, D]
             by_place = result.transpose(1, 2).flatten(0, 1)  # [B * L, heads, D]
             out[group.rows] = by_place if group.places is None else by_place.index_select(0, group.places)
+
+
+def unsupported(layer: AttentionSpec) -> str | None:
+    """What of it this attention does not compute, or None."""
+    found = {
+        "slopes of scores (ALiBi)": layer.slopes,
+        "a soft cap on scores": layer.soft_cap,
+        "latent attention": layer.latent,
+        "recurrent states": layer.state,
+    }
+    return next((what for what, value in found.items() if value is not None), None)
 
 
 def runs(lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:

@@ -10,7 +10,14 @@ from minivllm.engine.client import EngineClient, InprocClient, LinkClient
 from minivllm.engine.frontend import Asked, EngineHandle, Messages, Prompt
 from minivllm.engine.link import ThreadLink
 from minivllm.engine.output import RequestOutput
-from minivllm.engine.pooled import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+from minivllm.engine.pooled import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from minivllm.engine.pooling import Prompt as PoolingPrompt
 from minivllm.engine.pooling import paired
 from minivllm.engine.tokenizer import TextTokenizer
@@ -29,7 +36,8 @@ Params = SamplingParams | BeamSearchParams
 class LLM(EngineHandle):
     """Offline batches: a call returns when all of its prompts are done. Arguments: see EngineHandle.
 
-    A model that embeds, or task="embed", has embed() and score() instead of generate() and what stands on it.
+    A model that embeds, or task="embed", has embed() and score() instead of generate() and what stands on it; one with
+    a classification head has classify(), and score() if that has one label.
     """
 
     def _start(self) -> None:
@@ -169,6 +177,27 @@ class LLM(EngineHandle):
         return [
             ScoringRequestOutput(str(next(self._ids)), list(scoring.texts[document].token_ids), ScoringOutput(score))
             for document, score in zip(scoring.documents, scores, strict=True)
+        ]
+
+    def classify(
+        self,
+        prompts: PoolingPrompt | Sequence[PoolingPrompt],
+        *,
+        use_tqdm: bool = True,
+        use_activation: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] = "right",
+    ) -> list[ClassificationRequestOutput]:
+        """Of each text, how likely it is of each class. use_activation: False leaves the head's logits as they are,
+        before its softmax or sigmoid. truncate_prompt_tokens, truncation_side: as in embed(). Raises BadRequest."""
+        self.texts.check_classes()
+        cut = Cut(truncate_prompt_tokens, truncation_side)
+        texts = [self.texts.text(prompt, cut) for prompt in as_list(prompts)]
+        found = self._pool(texts, PoolingParams(use_activation=use_activation), use_tqdm)
+        made = [ClassificationOutput(probs.tolist(), self.texts.label_of(probs)) for probs in found]
+        return [
+            ClassificationRequestOutput(str(next(self._ids)), list(text.token_ids), output)
+            for text, output in zip(texts, made, strict=True)
         ]
 
     def load_lora(self, name: str, path: str) -> Adapter:

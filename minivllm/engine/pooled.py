@@ -49,6 +49,26 @@ class ScoringRequestOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    probs: list[float]  # of each label, by its number
+    label: str  # of the greatest
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """Which class one text is of."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: ClassificationOutput  # .probs: list[float]
+    finished: bool = True
+
+
+@dataclass(slots=True)
 class PooledOutput:
     """The end of a client's request."""
 

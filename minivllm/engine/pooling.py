@@ -1,4 +1,5 @@
-"""PoolingFrontEnd: a FrontEnd for a model that embeds or scores: all between text and the engine core's vectors.
+"""PoolingFrontEnd: a FrontEnd for a model that embeds, scores or classifies: all between text and the engine core's
+vectors.
 
 text -> tokens, checked -> Text -> EngineRequest ... Delta -> vector -> compared with another
 """
@@ -17,7 +18,7 @@ from minivllm.engine.pooled import PooledOutput, PooledProcessor
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest, NeverFits
 from minivllm.plan import Delta
-from minivllm.pooling.task import EMBED, SCORE
+from minivllm.pooling.task import CLASSIFY, EMBED, SCORE
 from minivllm.pooling.text import WHOLE, Cut, Prompts, Text
 from minivllm.request import AS_IT_IS, NO_TOKENS, EngineRequest, PoolingParams, sequence_ids
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}
+
+
+METHODS = {EMBED: "embed() and score()", SCORE: "score() and classify()", CLASSIFY: "classify()"}  # of LLM
 
 
 class Scoring(NamedTuple):
@@ -42,7 +46,7 @@ class PoolingFrontEnd:
         self.clock = clock
         info = facts.info
         self.task, self.width, self.normalized = info["task"], info["width"], info["normalized"]
-        self.prompts = Prompts(*info["prompts"])
+        self.prompts, self.labels = Prompts(*info["prompts"]), list(info["labels"])
         self.max_model_len, self.model_name = facts.max_model_len, facts.model_name
         self.tokenizer = TextTokenizer.load(Path(facts.tokenizer_dir))
         self.processor = PooledProcessor()
@@ -76,7 +80,7 @@ class PoolingFrontEnd:
     def requests(self, *_: Any, **__: Any) -> NoReturn:
         """Raises BadRequest."""
         what = f"{self.model_name} runs under task {self.task}"
-        raise BadRequest(f"{what}: it has embed() and score(), and generates nothing")
+        raise BadRequest(f"{what}: it has {METHODS[self.task]}, and generates nothing")
 
     chat_prompt = requests
 
@@ -109,9 +113,11 @@ class PoolingFrontEnd:
         cross-encoder, by its head over both. prompt_name: as in `text`. Raises BadRequest."""
         from minivllm.pooling.pool import cosine
 
+        if self.task == CLASSIFY:
+            raise BadRequest(f"{self.model_name} has {len(self.labels)} labels: a score is one number", "model")
         if self.task == SCORE:
             self.prompts.before(prompt_name)
-            texts = [self._pair(*pair, cut) for pair in pairs]
+            texts = [self.pair(*pair, cut) for pair in pairs]
             return Scoring(texts, list(range(len(texts))), lambda found: [float(vector[0]) for vector in found])
         number = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         queries = {query for query, _ in pairs}
@@ -122,12 +128,23 @@ class PoolingFrontEnd:
     def check_dimensions(self, dimensions: int | None) -> None:
         """Raises BadRequest for a length that the model's vectors cannot be cut to, or for a model without vectors."""
         if self.task != EMBED:
-            raise BadRequest(f"{self.model_name} is a cross-encoder: it scores pairs and embeds nothing", "model")
+            does = "is a cross-encoder: it scores pairs" if self.task == SCORE else "is a classifier: it names classes"
+            raise BadRequest(f"{self.model_name} {does} and embeds nothing", "model")
         if dimensions is not None and not 1 <= dimensions <= self.width:
             what = f"this model's vectors have {self.width}"
             raise BadRequest(f"dimensions must be between 1 and {self.width}, got {dimensions}: {what}", "dimensions")
 
-    def _pair(self, query: str, document: str, cut: Cut) -> Text:
+    def check_classes(self) -> None:
+        """Raises BadRequest for a model without a classification head."""
+        if self.task == EMBED:
+            raise BadRequest(f"{self.model_name} embeds: it has no classification head", "model")
+
+    def label_of(self, probs: np.ndarray) -> str:
+        """The likeliest class. probs [labels]."""
+        return self.labels[int(probs.argmax())]
+
+    def pair(self, query: str, document: str, cut: Cut = WHOLE) -> Text:
+        """As one text, for a classification head over both. Raises BadRequest."""
         if not (query and document):
             raise BadRequest("a text is empty", "documents" if query else "query")
         pair = self.tokenizer.encode_pair(query, document, self._most(cut), cut.at_start)

@@ -8,9 +8,11 @@ architectures, `GGUF` (minivllm/models/gguf.py). No torch here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minivllm.models.classifier import ENDING, read_classifier
 from minivllm.models.spec import Config, ConfigReader, EncoderSpec, ModelSpec, RopeSpec
 from minivllm.registry import Registry
 
@@ -125,7 +127,8 @@ def read_spec(
     try:
         architecture = _architecture(reader, network)
         file = ANY if network == "transformers" else FILES.get(architecture, ANY)
-        return file.read_config(reader, architecture)
+        spec = file.read_config(reader, architecture)
+        return replace(spec, classifier=read_classifier(reader)) if _named(config).endswith(ENDING) else spec
     except (TypeError, ValueError, AttributeError, ArithmeticError) as e:
         raise reader.fail(f"a field has a value of the wrong kind ({e})") from e
 
@@ -143,10 +146,17 @@ def encoder_named(config: Config) -> str | None:
 
 def headless_named(config: Config) -> str | None:
     """The architecture of a decoder that was saved without its LM head: LlamaForCausalLM of a LlamaModel."""
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
+    name = _named(config)
     whole = f"{name.removesuffix('Model')}ForCausalLM"
     return whole if name.endswith("Model") and whole in FILES else None
+
+
+def classifier_named(config: Config) -> str | None:
+    """The architecture of a decoder that was saved with a head for classes: Qwen2ForCausalLM of a
+    Qwen2ForSequenceClassification."""
+    name = _named(config)
+    wholes = (f"{name.removesuffix(ENDING)}{whole}" for whole in ("ForCausalLM", "LMHeadModel"))
+    return next((whole for whole in wholes if whole in FILES), None) if name.endswith(ENDING) else None
 
 
 def _architecture(reader: ConfigReader, network: str) -> str:
@@ -156,7 +166,9 @@ def _architecture(reader: ConfigReader, network: str) -> str:
         raise reader.fail(f'field "architectures" must be a list of names, got {named!r}')
     if network != "own" and named and (network == "transformers" or named[0] not in FILES) and _is_known(named[0]):
         return named[0]
-    if network != "transformers" and (found := encoder_named(config) or headless_named(config)):
+    if network != "transformers" and (
+        found := encoder_named(config) or headless_named(config) or classifier_named(config)
+    ):
         return found
     if not named or named[0] not in FILES:
         what = f'architecture "{named[0]}"' if named else f"model_type {config.get('model_type')!r}"
@@ -164,6 +176,11 @@ def _architecture(reader: ConfigReader, network: str) -> str:
     if network == "transformers":
         raise reader.fail(f'transformers has no decoder "{named[0]}" that model.network=transformers could run')
     return named[0]
+
+
+def _named(config: Config) -> str:
+    named = config.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def _is_known(architecture: str) -> bool:

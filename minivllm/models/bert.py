@@ -23,7 +23,7 @@ from minivllm.layers.embedding import Embedding
 from minivllm.layers.linear import Linear, QuantMethod, choose_method
 from minivllm.layers.norm import LayerNorm
 from minivllm.models.checkpoint import Network, WeightMap
-from minivllm.models.spec import Config, ConfigReader, EncoderSpec
+from minivllm.models.spec import ConfigReader, EncoderSpec
 from minivllm.parallel.group import ONE_DEVICE, Ranks
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -34,7 +34,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 PREFIXES = {"BertModel": "", "BertForSequenceClassification": "bert."}  # before the names of the encoder's tensors
-DEFAULT_LABELS = 2  # what transformers takes when a config does not say
 
 
 def read_config(reader: ConfigReader, architecture: str) -> EncoderSpec:
@@ -55,8 +54,6 @@ def read_config(reader: ConfigReader, architecture: str) -> EncoderSpec:
         num_token_types=reader.optional("type_vocab_size", 2),
         norm_eps=float(config.get("layer_norm_eps", 1e-12)),
         activation=config.get("hidden_act", "gelu"),
-        num_labels=_num_labels(config) if architecture != "BertModel" else 0,
-        sigmoid=_sigmoid(reader),
         dtype=reader.dtype(),
     )
 
@@ -72,20 +69,6 @@ def _refuse_unsupported(reader: ConfigReader) -> None:
         raise reader.fail(f'hidden_act "{activation}" is not supported. Supported: {", ".join(ACTIVATIONS)}')
     if config.get("is_decoder"):
         raise reader.fail("is_decoder=true: BERT as a decoder is not supported")
-
-
-def _num_labels(config: Config) -> int:
-    labels: Any = config.get("id2label")
-    return len(labels) if labels else int(config.get("num_labels", DEFAULT_LABELS))
-
-
-def _sigmoid(reader: ConfigReader) -> bool:
-    """The activation that a CrossEncoder was saved with, by its class name; Sigmoid where the config says nothing."""
-    newer, older = reader.config.get("sentence_transformers") or {}, "sbert_ce_default_activation_function"
-    name = str(newer.get("activation_fn") or reader.config.get(older) or "Sigmoid").rpartition(".")[2]
-    if name not in ("Sigmoid", "Identity"):
-        raise reader.fail(f'the activation "{name}" of a cross-encoder is not supported, only Sigmoid and Identity')
-    return name == "Sigmoid"
 
 
 _TOP = {
@@ -147,7 +130,7 @@ class BertModel(Network):
         self.attention_layers = [layer] * spec.num_layers
         self.linear_method, self.linear_reason = choose_method(device, dtype)
         method = self.linear_method
-        prefix, size, has_head = PREFIXES[spec.architecture], spec.hidden_size, spec.num_labels > 0
+        prefix, size, has_head = PREFIXES[spec.architecture], spec.hidden_size, spec.classifier is not None
         # transformers' pooler is trained for classification alone: without a head nobody reads it.
         self.unused = {prefix + "embeddings.position_ids"}
         self.unused |= set() if has_head else {"pooler.dense.weight", "pooler.dense.bias"}
@@ -158,9 +141,9 @@ class BertModel(Network):
             self.token_type = Embedding(spec.num_token_types, size, dtype)
             self.embedding_norm = LayerNorm(size, spec.norm_eps, dtype)
             self.layers = nn.ModuleList(EncoderLayer(spec, i, dtype, method, ranks) for i in range(spec.num_layers))
-            if has_head:
+            if spec.classifier is not None:
                 self.pooler = Linear(size, {"": size}, bias=True, dtype=dtype, method=method)
-                self.classifier = Linear(size, {"": spec.num_labels}, bias=True, dtype=dtype, method=method)
+                self.classifier = Linear(size, {"": len(spec.classifier.labels)}, bias=True, dtype=dtype, method=method)
 
     def embed(self, token_ids: Tensor, out: Tensor | None = None, token_types: Tensor | None = None) -> Tensor:
         """token_ids, token_types [T] int64 (None: all 0) -> x [T, hidden], in `out` if that is given."""
@@ -175,5 +158,5 @@ class BertModel(Network):
         return x
 
     def classify(self, first: Tensor) -> Tensor:
-        """The hidden states of first tokens [B, hidden] -> [B, labels]. Only of a model with a head."""
+        """The hidden states of first tokens [B, hidden] -> logits [B, labels]. Only of a model with a head."""
         return self.classifier(torch.tanh(self.pooler(first)))

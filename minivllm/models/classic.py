@@ -40,7 +40,7 @@ class PackedWeights(WeightMap):
     """Of files that keep q, k and v as one matrix, whose parts this table calls {module}.q, .k and .v; or matrices as
     [n_in, n_out] (transformers' Conv1D). Both are said by the last name of a module."""
 
-    prefix: str = ""  # of all modules but the head's, which some files leave out
+    prefix: str = ""  # of all modules but a head's, which some files leave out
     other_names: Mapping[str, str] = field(default_factory=dict)  # of modules in older files: this table's
     turned: frozenset[str] = frozenset()
     qkv: str = ""
@@ -73,7 +73,7 @@ class PackedWeights(WeightMap):
 
     def _named(self, module: str) -> str:
         module = self.other_names.get(module, module)
-        return module if module == "lm_head" or module.startswith(self.prefix) else self.prefix + module
+        return module if module in ("lm_head", "score") or module.startswith(self.prefix) else self.prefix + module
 
 
 def _last(module: str) -> str:

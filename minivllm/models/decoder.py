@@ -17,7 +17,7 @@ from minivllm.compile.context import Rope, attend, attend_with_rope
 from minivllm.layers import sharded
 from minivllm.layers.description import Description, LayerDescription
 from minivllm.layers.embedding import NoLMHead
-from minivllm.layers.linear import QuantMethod, choose_method
+from minivllm.layers.linear import Linear, QuantMethod, choose_method
 from minivllm.layers.norm import QKNorm, WholeQKNorm
 from minivllm.layers.rotary import Angles, PairedRotaryEmbedding, RotaryEmbedding, Rotation
 from minivllm.models.checkpoint import Network, WeightMap
@@ -172,6 +172,11 @@ class Decoder(Network):
         self.attention_layers = attention
         self.weights = of_stage(weights, spec, at)
         self.linear_method, self.linear_reason = choose_method(device, dtype)
+        if spec.classifier is not None:
+            self.weights = replace(self.weights, top={**self.weights.top, "score": ("score", "")})
+            sizes = {"": len(spec.classifier.labels)}
+            with device:
+                self.score = Linear(spec.hidden_size, sizes, bias=False, dtype=dtype, method=self.linear_method)
         self.first_layer = at.layers(spec.num_layers).start
 
     def rotary_of(self, layer: nn.Module) -> nn.Module | None:
@@ -194,6 +199,10 @@ class Decoder(Network):
         eps, rounds, is_whole, *rest = common
         norms = self.norm.multiplier, eps, rounds, is_whole
         return Description(layers, *norms, turned == {True}, *rest, self.embedding_scale)
+
+    def classify(self, last: Tensor) -> Tensor:
+        """The hidden states of last tokens [B, hidden] -> logits [B, labels]. Only of a model with such a head."""
+        return self.score(last)
 
     def make_layers(self, make: Callable[[int], nn.Module]) -> nn.ModuleList:
         """Those of this stage, by their indices among all."""

@@ -52,6 +52,14 @@ class ExpertsSpec:
     sparse: tuple[bool, ...]  # of each layer: whether it has experts, or one MLP as in a dense model
 
 
+@dataclass(frozen=True, slots=True)
+class ClassifierSpec:
+    """A head that tells classes apart."""
+
+    labels: tuple[str, ...]  # by their numbers
+    activation: str  # of its logits: softmax | sigmoid | identity
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """What the engine asks of any decoder. A model file's own spec adds what its network needs."""
@@ -71,6 +79,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]  # generation ends at any of them
     dtype: str  # of the checkpoint: one of DTYPES
     has_head: bool = True  # False: no LM head, so it embeds and cannot generate
+    classifier: ClassifierSpec | None = None  # in place of the LM head
     latent: Latent | None = None  # what attention keeps of a token, if it is not K and V of each head
 
     @property
@@ -109,9 +118,8 @@ class EncoderSpec:
     num_token_types: int
     norm_eps: float
     activation: str
-    num_labels: int  # of the classification head; 0: the model has none
-    sigmoid: bool  # whether the head's logit becomes a probability (as sentence-transformers' CrossEncoder has it)
     dtype: str  # of the checkpoint
+    classifier: ClassifierSpec | None = None
 
     @property
     def network(self) -> str:

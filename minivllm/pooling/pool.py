@@ -1,13 +1,14 @@
-"""From a text's hidden states to its vector. Sums in float32, whatever the model computes in."""
+"""From a text's hidden states to its vector, or its classes. Sums in float32, whatever the model computes in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def mean(hidden: Tensor, lengths: Tensor) -> Tensor:
@@ -29,6 +30,14 @@ POOLERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "last": 
 def normalize(vectors: Tensor) -> Tensor:
     """To unit length, as sentence-transformers does: a vector of zeros stays one."""
     return F.normalize(vectors, dim=-1)
+
+
+# Of a classification head's logits [B, labels].
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "identity": nn.Identity(),
+}
 
 
 def cut(vector: np.ndarray, dimensions: int | None, normalized: bool) -> np.ndarray:

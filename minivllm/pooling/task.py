@@ -1,18 +1,20 @@
-"""What a model is served for: to generate text, to embed texts, or to score pairs of them. Decided before anything is
-loaded, since each has a worker of its own. No torch here."""
+"""What a model is served for: to generate text, to embed texts, to score pairs of them, or to tell their class. Decided
+before anything is loaded, since to generate and to pool have workers of their own. No torch here."""
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minivllm.config import Decision, EngineConfig
 from minivllm.errors import ConfigError
-from minivllm.models import encoder_named, headless_named
+from minivllm.models import classifier_named, encoder_named, headless_named
+from minivllm.models.classifier import labels_of
 
-GENERATE, EMBED, SCORE = "generate", "embed", "score"
+GENERATE, EMBED, SCORE, CLASSIFY = "generate", "embed", "score", "classify"
 ALIASES = ("minilm", "all-minilm-l6-v2")  # of the loader's, those that embed
 
 
@@ -37,7 +39,8 @@ def choose_task(config: EngineConfig) -> Decision:
     if asked == "auto":
         return Decision("model.task", made.tasks[0], made.what)
     if asked not in made.tasks:
-        hint = "; a model with a classification head scores, and under embed scores are cosines" * (asked == SCORE)
+        hint = "; a model with a classification head of one label scores, and under embed scores are cosines"
+        hint = hint * (asked == SCORE)
         raise ConfigError(f"model.task={asked}, but {path} is {made.what}: it can {' or '.join(made.tasks)}{hint}")
     return Decision("model.task", asked, "as configured")
 
@@ -73,10 +76,22 @@ def _of_folder(folder: Path) -> Made:
         return DECODER
     if not isinstance(config, dict):
         return DECODER
-    if (encoder := encoder_named(config)) is not None:
-        return BERT if encoder == "BertModel" else Made((SCORE,), f"a {encoder}")
+    if encoder_named(config) == "BertModel":
+        return BERT
+    if encoder_named(config) or classifier_named(config):
+        return _classifier(config)
     if headless_named(config):
         return Made((EMBED,), f"a {config['architectures'][0]}, without an LM head")
     if (folder / "modules.json").is_file():
         return Made((EMBED, GENERATE), "a decoder with sentence-transformers' modules.json")
     return DECODER
+
+
+def _classifier(config: Mapping[str, Any]) -> Made:
+    """One label is a score."""
+    try:
+        count = len(labels_of(config))
+    except (TypeError, ValueError, AttributeError):  # loading it says what is wrong
+        count = 0
+    what = f"a {config['architectures'][0]} with {count} label{'s' * (count != 1)}"
+    return Made((SCORE,) if count == 1 else (CLASSIFY,), what)

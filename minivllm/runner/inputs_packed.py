@@ -21,7 +21,7 @@ class PackedInputs:
     on_device = False
 
     def __init__(self, pairs: bool = False):
-        """pairs: each prompt holds two texts, and the model is told which token is of which."""
+        """pairs: a prompt may hold two texts, and the model is told which token is of which."""
         self._pairs = pairs
         self._joins: dict[str, Join] = {}
         self._rows: dict[str, int] = {}
@@ -63,5 +63,6 @@ class PackedInputs:
         raise AssertionError("a head that pools makes no tokens")
 
     def _types(self, joins: Sequence[Join], positions: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        second = np.array([join.pooling.second for join in joins])
+        begins = (join.pooling.second for join in joins)  # None: all is the first text
+        second = [length if at is None else at for at, length in zip(begins, lengths, strict=True)]
         return (positions >= np.repeat(second, lengths)).astype(np.int64)

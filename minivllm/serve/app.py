@@ -47,6 +47,7 @@ from minivllm.serve import (
     tokenize,
     vllm_pooling,
 )
+from minivllm.serve import classify as classification
 from minivllm.serve import llama_cpp_protocol as llamas
 from minivllm.serve import messages_protocol as anthropic
 from minivllm.serve import ollama_protocol as ollamas
@@ -265,23 +266,23 @@ ENDPOINTS = (
         for path, handler, what, answers, takes in (
             ("/score", ranking.score, "How like two texts are: vLLM's", ranking.ScoreList, ranking.ScoreRequest),
             ("/v1/score", ranking.v1_score, "The same as /score", ranking.ScoreList, ranking.ScoreRequest),
-            ("/rerank", ranking.rerank, "Order documents by a query", ranking.RerankList, ranking.RerankRequest),
-            ("/v1/rerank", ranking.v1_rerank, "The same as /rerank", ranking.RerankList, ranking.RerankRequest),
+            ("/rerank", ranking.rerank, "Order documents by a query", ranking.Reranked, ranking.RerankRequest),
+            ("/v1/rerank", ranking.v1_rerank, "The same as /rerank", ranking.Reranked, ranking.RerankRequest),
             (
                 "/v2/rerank",
                 ranking.v2_rerank,
                 "The same as /rerank: Cohere's",
-                ranking.RerankList,
+                ranking.Reranked,
                 ranking.RerankRequest,
             ),
             (
                 "/reranking",
                 ranking.reranking,
                 "The same as /rerank: llama.cpp's",
-                ranking.RerankList,
+                ranking.Reranked,
                 ranking.RerankRequest,
             ),
-            ("/v1/reranking", ranking.v1_reranking, "The same as /rerank", ranking.RerankList, ranking.RerankRequest),
+            ("/v1/reranking", ranking.v1_reranking, "The same as /rerank", ranking.Reranked, ranking.RerankRequest),
         )
     ),
     *(
@@ -301,11 +302,31 @@ ENDPOINTS = (
                 vllm_pooling.PoolingList,
                 vllm_pooling.PoolingRequest,
             ),
-            ("/embed", tei.embed, "The vectors of texts: TEI's", None, tei.TextsToEmbed),
-            ("/similarity", tei.similarity, "How like texts are to one: TEI's", None, tei.SimilarityRequest),
+            ("/embed", tei.embed, "The vectors of texts: TEI's", list[list[float]], tei.TextsToEmbed),
+            ("/similarity", tei.similarity, "How like texts are to one: TEI's", list[float], tei.SimilarityRequest),
         )
     ),
-    Endpoint("GET", "/info", tei.info, "What the model is: TEI's", tei.ModelInfo, tasks=pooling.POOLS),
+    Endpoint(
+        "POST",
+        "/classify",
+        classification.classify,
+        "Which class texts are of: vLLM's",
+        classification.ClassificationList,
+        classification.ClassificationRequest,
+        tasks=pooling.CLASSIFIES,
+    ),
+    Endpoint(
+        "POST",
+        "/predict",
+        classification.predict,
+        "Which class texts, or pairs, are of: TEI's",
+        list[classification.Prediction] | list[list[classification.Prediction]],
+        classification.PredictRequest,
+        tasks=pooling.CLASSIFIES,
+    ),
+    Endpoint(
+        "GET", "/info", tei.info, "What the model is: TEI's", tei.ModelInfo, tasks=(*pooling.POOLS, pooling.CLASSIFY)
+    ),
     Endpoint("GET", "/tokenizer_info", tokenize.tokenizer_info, "The tokenizer's configuration: vLLM's"),
     Endpoint(
         "GET",
@@ -340,7 +361,7 @@ ENDPOINTS = (
         "/tokenize",
         tokenize.tokenize,
         "The tokens of a text or conversation",
-        tokenize.Tokens,
+        tokenize.Tokens | tokenize.LlamaTokens,
         tokenize.Tokenize,
     ),
     Endpoint("POST", "/detokenize", tokenize.detokenize, "The text of tokens", tokenize.Text, tokenize.Detokenize),

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from minivllm.errors import BadRequest
 from minivllm.pooling.text import Text
 from minivllm.serve import pooling
 from minivllm.serve.bodies import taken
-from minivllm.serve.completions import as_list
 from minivllm.serve.connection import Bytes, BytesAnswer, JSONAnswer
 from minivllm.serve.generation import Service, new_id
 from minivllm.serve.off_loop import by_size
-from minivllm.serve.pooling import NO_CHAT, PoolingBody, PoolingUsage
-from minivllm.serve.protocol import TEXT_ONLY, doc, now, refused
+from minivllm.serve.pooling import PoolingUsage, TextsBody
+from minivllm.serve.protocol import doc, now
 from minivllm.serve.vectors import BYTES_FORMATS, DType, Endianness, Wire, metadata, places
 
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_INPUTS = 2048  # OpenAI's
 
-
-class EmbeddingRequest(PoolingBody, kw_only=True):
-    input: Annotated[
-        str | list[str | int | list[int]],
-        doc("A text, texts, token ids, or lists of token ids. Token ids are taken as they are."),
-    ]
+class EmbeddingRequest(TextsBody, kw_only=True):
     encoding_format: Annotated[
         Literal["float", "base64", "bytes", "bytes_only"] | None,
         doc(
@@ -45,12 +37,6 @@ class EmbeddingRequest(PoolingBody, kw_only=True):
     ] = None
     embed_dtype: Annotated[DType | None, doc("vLLM's: the numbers of base64 and bytes; null: float32.")] = None
     endianness: Annotated[Endianness | None, doc("vLLM's: of those numbers; null: little.")] = None
-    add_special_tokens: Annotated[Any, refused("texts get the model's special tokens; give token ids", True)] = None
-    messages: Annotated[Any, refused(NO_CHAT)] = None
-    chat_template: Annotated[Any, refused(NO_CHAT)] = None
-    add_generation_prompt: Annotated[Any, refused(NO_CHAT, False)] = None
-    continue_final_message: Annotated[Any, refused(NO_CHAT, False)] = None
-    media_io_kwargs: Annotated[Any, refused(TEXT_ONLY, {})] = None
 
     @property
     def wire(self) -> Wire:
@@ -83,16 +69,8 @@ async def embeddings(request: Request) -> ASGIApp:
 async def texts_of(body: EmbeddingRequest, service: Service, prompt_name: str | None = None) -> list[Text]:
     """prompt_name: of the model's prompts, the one to put before each. Raises BadRequest, also for vectors of a length
     that there is none of."""
-    engine, cut = service.engine.texts, body.cut
-    engine.check_dimensions(body.dimensions)
-
-    def tokenised() -> list[Text]:
-        inputs = as_list(body.input, "input")
-        if len(inputs) > MAX_INPUTS:
-            raise BadRequest(f"input has {len(inputs)} texts; {MAX_INPUTS} at most", "input")
-        return [engine.text(item, cut, "input", prompt_name) for item in inputs]
-
-    return await by_size(pooling.length_of(body.input), tokenised, service.client)
+    service.engine.texts.check_dimensions(body.dimensions)
+    return await pooling.texts_of(body, service, prompt_name)
 
 
 async def answer(body: EmbeddingRequest, service: Service, texts: list[Text], id: str) -> EmbeddingList:

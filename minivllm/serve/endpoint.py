@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
@@ -13,7 +13,7 @@ class Endpoint(NamedTuple):
     path: str
     handler: Callable[[Request], Awaitable]
     what: str
-    answers: type | None = None  # None: plain text or free JSON
+    answers: Any = None  # a type, or several of which it is one; None: plain text or free JSON
     takes: type | None = None
     streams: type | None = None  # the type of each event, when the request asks for a stream
     tasks: tuple[str, ...] = ()  # of the engine (model.task) that it needs; (): any

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
+from typing import NamedTuple
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -203,13 +204,25 @@ def message_event(error: ApiError) -> bytes:
     return b"event: error\ndata: %b\n\n" % message_body(error)
 
 
-BODIES = {"/v1/messages": message_body, "/api/": ollama_body}  # by how the path begins; OpenAI's elsewhere
+class Shape(NamedTuple):
+    of: type  # what a body is
+    body: Callable[[ApiError], bytes]
+
+
+OPENAI = Shape(ErrorBody, body)
+SHAPES = {  # by how the path begins; OpenAI's elsewhere
+    "/v1/messages": Shape(MessageError, message_body),
+    "/api/": Shape(OllamaError, ollama_body),
+}
+
+
+def shape_of(path: str) -> Shape:
+    return next((shape for prefix, shape in SHAPES.items() if path.startswith(prefix)), OPENAI)
 
 
 def response(error: BaseException, path: str = "") -> Response:
     told = as_api_error(error)
-    as_body = next((made for prefix, made in BODIES.items() if path.startswith(prefix)), body)
-    return Response(as_body(told), told.status, told.headers, "application/json")
+    return Response(shape_of(path).body(told), told.status, told.headers, "application/json")
 
 
 async def on_error(request: Request, error: Exception) -> Response:

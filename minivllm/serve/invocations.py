@@ -13,6 +13,7 @@ from minivllm.errors import BadRequest
 from minivllm.serve.bodies import NotJSON
 from minivllm.serve.connection import hint_at_type, read_body
 from minivllm.serve.off_loop import by_size, client_of
+from minivllm.serve.pooling import CLASSIFIES
 
 PATHS = {  # of the endpoint, by a field that it alone needs
     "messages": "/v1/chat/completions",
@@ -30,14 +31,16 @@ async def invocations(request: Request) -> ASGIApp:
     try:
         client = client_of(request.scope["state"])
         parts = await by_size(len(data), lambda: msgspec.json.decode(data, type=dict[str, msgspec.Raw]), client)
-        path = path_of(parts)
+        path = path_of(parts, request.app.state.service.engine.task)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise NotJSON(f"the body is no JSON object: {error}{hint_at_type(request.headers)}") from None
     (handler,) = (route.endpoint for route in request.app.routes if route.path == path)
     return await handler(Request(request.scope, again(data, request.receive)))
 
 
-def path_of(fields: Mapping[str, object]) -> str:
+def path_of(fields: Mapping[str, object], task: str) -> str:
+    if "input" in fields and task in CLASSIFIES:
+        return "/classify"
     if found := next((path for name, path in PATHS.items() if name in fields), None):
         return found
     raise BadRequest(f"nothing says which endpoint this is for: give one of {', '.join(PATHS)}")

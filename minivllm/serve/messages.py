@@ -107,7 +107,10 @@ def as_chat(body: CountTokensRequest) -> ChatRequest:
     """Raises BadRequest, naming the field."""
     if not body.messages:
         raise BadRequest("messages is empty: give at least one", "messages")
-    turns = [*system(body.system), *conversation(body.messages)]
+    said = conversation(body.messages)
+    if not said:
+        raise BadRequest("messages: all of them are empty: give one some content", "messages")
+    turns = [*system(body.system), *said]
     begun = turns[-1].role == "assistant"
     if begun and turns[-1].tool_calls:
         raise BadRequest("messages: the last one's tool_use has no tool_result", "messages")

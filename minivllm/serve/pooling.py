@@ -12,15 +12,16 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.errors import EngineDead, MinivllmError
+from minivllm.errors import BadRequest, EngineDead, MinivllmError
 from minivllm.plan import NOT_FINITE
-from minivllm.pooling.task import EMBED, GENERATE, SCORE
+from minivllm.pooling.task import CLASSIFY, EMBED, GENERATE, SCORE
 from minivllm.pooling.text import Cut, Text
 from minivllm.request import AS_IT_IS, PoolingParams
 from minivllm.serve import errors
+from minivllm.serve.completions import as_list
 from minivllm.serve.generation import Service
 from minivllm.serve.limits import Demand
-from minivllm.serve.off_loop import SHORT
+from minivllm.serve.off_loop import SHORT, by_size
 from minivllm.serve.protocol import TEXT_ONLY, RequestBody, accepted, doc, hint, refused
 from minivllm.terminal import print_table
 
@@ -30,12 +31,25 @@ if TYPE_CHECKING:
     from minivllm.serve.endpoint import Endpoint
 
 POOLS = (EMBED, SCORE)
+CLASSIFIES = (CLASSIFY, SCORE)  # one label too is one
+MAX_INPUTS = 2048  # OpenAI's
+PATHS = {
+    EMBED: "/v1/embeddings, /v1/score and /v1/rerank",
+    SCORE: "/v1/score, /v1/rerank and /classify",
+    CLASSIFY: "/classify, and TEI's /predict",
+}
 PER_TEXT = 32  # characters: that long takes what each text needs, however short it is
 NO_CHAT = "texts are taken as they are, without a chat template"
-DOES = {GENERATE: "generates text", EMBED: "embeds texts", SCORE: "scores pairs of texts"}
+DOES = {
+    GENERATE: "generates text",
+    EMBED: "embeds texts",
+    SCORE: "scores pairs of texts",
+    CLASSIFY: "tells classes of texts apart",
+}
 HOW_TO_START = {
     GENERATE: "python -m minivllm.serve --model <one that generates>",
     EMBED: "python -m minivllm.serve --model minilm, or --task embed with the model that is served here",
+    CLASSIFY: "python -m minivllm.serve --model <a folder of a ...ForSequenceClassification>",
 }
 
 
@@ -74,6 +88,19 @@ class PoolingBody(RequestBody, kw_only=True):
         return PoolingParams(dimensions=dimensions, use_activation=self.use_activation)
 
 
+class TextsBody(PoolingBody, kw_only=True):
+    input: Annotated[
+        str | list[str | int | list[int]],
+        doc("A text, texts, token ids, or lists of token ids. Token ids are taken as they are."),
+    ]
+    add_special_tokens: Annotated[Any, refused("texts get the model's special tokens; give token ids", True)] = None
+    messages: Annotated[Any, refused(NO_CHAT)] = None
+    chat_template: Annotated[Any, refused(NO_CHAT)] = None
+    add_generation_prompt: Annotated[Any, refused(NO_CHAT, False)] = None
+    continue_final_message: Annotated[Any, refused(NO_CHAT, False)] = None
+    media_io_kwargs: Annotated[Any, refused(TEXT_ONLY, {})] = None
+
+
 class PoolingUsage(Struct):
     prompt_tokens: int
     total_tokens: int
@@ -108,6 +135,24 @@ def served_by(task: str, endpoint: Endpoint) -> Callable[[Request], Awaitable[AS
 def service_for(request: Request) -> Service:
     """Of this request's client, whom what it runs is counted for."""
     return replace(request.app.state.service, client=getattr(request.state, "client", ""))
+
+
+async def texts_of(body: TextsBody, service: Service, prompt_name: str | None = None) -> list[Text]:
+    """prompt_name: of the model's prompts, the one to put before each. Raises BadRequest."""
+    engine, cut = service.engine.texts, body.cut
+
+    def tokenised() -> list[Text]:
+        inputs = as_list(body.input, "input")
+        check_number(inputs, "input")
+        return [engine.text(item, cut, "input", prompt_name) for item in inputs]
+
+    return await by_size(length_of(body.input), tokenised, service.client)
+
+
+def check_number(inputs: Sequence[Any], param: str) -> None:
+    """Raises BadRequest."""
+    if len(inputs) > MAX_INPUTS:
+        raise BadRequest(f"{param} has {len(inputs)} texts; {MAX_INPUTS} at most", param)
 
 
 async def run(service: Service, texts: list[Text], id: str, asked: PoolingParams = AS_IT_IS) -> list[np.ndarray]:
@@ -163,9 +208,8 @@ def usage_of(texts: Sequence[Text]) -> PoolingUsage:
 
 def report(engine: AsyncLLM, names: Sequence[str], url: str) -> None:
     """What is served and each choice that was made for the user, as `serve` prints it for a model that generates."""
-    paths = "/v1/embeddings, /v1/score and /v1/rerank" if engine.task == EMBED else "/v1/score and /v1/rerank"
     rows = [
-        ("URL", f"{url}/v1", f"{paths}; /metrics, /health and /openapi.json are beside it"),
+        ("URL", f"{url}/v1", f"{PATHS[engine.task]}; /metrics, /health and /openapi.json are beside it"),
         ("model", ", ".join(names), "" if names == [engine.config.model.path] else engine.config.model.path),
         *engine.decisions,
     ]

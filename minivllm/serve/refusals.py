@@ -14,7 +14,6 @@ from minivllm.serve.errors import ApiError
 ONE_MODEL = "this server has the one model that it was started with: python -m minivllm.serve --model NAME"
 NO_ACCOUNT = "this server has no accounts; see --api-key"
 CACHED = "prompts are cached by content (kv.prefix), and no request has a slot"
-NO_LABELS = "no model here tells classes apart; a cross-encoder scores pairs of texts: see /score and /rerank"
 REFUSED = {
     "/api/pull": ("POST", ONE_MODEL),  # Ollama's
     "/api/push": ("POST", ONE_MODEL),
@@ -25,9 +24,7 @@ REFUSED = {
     "/api/me": ("POST", NO_ACCOUNT),
     "/api/signout": ("POST", NO_ACCOUNT),
     "/slots/{id_slot}": ("POST", CACHED),  # llama.cpp's
-    "/classify": ("POST", NO_LABELS),  # vLLM's
-    "/predict": ("POST", NO_LABELS),  # TEI's
-    "/embed_all": ("POST", "a text has one vector here"),
+    "/embed_all": ("POST", "a text has one vector here"),  # TEI's
     "/embed_sparse": ("POST", "no model here makes sparse vectors"),
     "/lora-adapters": ("POST", "a request names its adapter as its model: see /v1/load_lora_adapter"),
 }

@@ -103,6 +103,9 @@ class RerankList(Struct):
     results: Annotated[list[Ranked], doc("Best first; equal ones in the order of the request.")]
 
 
+Reranked = RerankList | list[TextRank]  # the latter for TEI's texts
+
+
 async def score(request: Request) -> ASGIApp:
     body, service = await taken(request, ScoreRequest), pooling.service_for(request)
     service.check_model(body.model)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 import minivllm
 from minivllm.engine.pooling import paired
-from minivllm.pooling.task import EMBED
+from minivllm.pooling.task import CLASSIFY, EMBED
 from minivllm.pooling.text import Text
 from minivllm.request import PoolingParams
 from minivllm.serve import embeddings, errors, pooling, rerank
@@ -30,10 +30,13 @@ Truncate = Annotated[bool | None, doc("Cut texts that the model cannot take whol
 PromptName = Annotated[str | None, doc("Which of the model's prompts to put before each text; null: its default.")]
 
 
-class TextsToEmbed(RequestBody, kw_only=True):
-    inputs: Annotated[str | list[str | int | list[int]], doc("A text, texts, token ids, or lists of token ids.")]
+class TruncateAt(RequestBody, kw_only=True):
     truncate: Truncate = None
     truncation_direction: TruncationDirection = None
+
+
+class TextsToEmbed(TruncateAt, kw_only=True):
+    inputs: Annotated[str | list[str | int | list[int]], doc("A text, texts, token ids, or lists of token ids.")]
     normalize: Annotated[bool | None, doc("At unit length; null: true.")] = None
     dimensions: Annotated[Positive | None, doc("Only so many numbers.")] = None
     prompt_name: PromptName = None
@@ -44,9 +47,7 @@ class SimilarityInputs(RequestBody):
     sentences: list[str]
 
 
-class SimilarityParameters(RequestBody):
-    truncate: Truncate = None
-    truncation_direction: TruncationDirection = None
+class SimilarityParameters(TruncateAt, kw_only=True):
     prompt_name: PromptName = None
 
 
@@ -77,7 +78,7 @@ async def embed(request: Request) -> ASGIApp:
     return JSONAnswer(vectors(service, texts, body, id := new_id("embd")), id)
 
 
-def cut_of(body: TextsToEmbed | SimilarityParameters) -> dict[str, Any]:
+def cut_of(body: TruncateAt) -> dict[str, Any]:
     """As fields of PoolingBody."""
     limit = -1 if body.truncate else None
     return {"truncate_prompt_tokens": limit, "truncation_side": pooling.side_of(body.truncation_direction)}
@@ -103,7 +104,12 @@ async def info(request: Request) -> Response:
     service = request.app.state.service
     engine, limits = service.engine, service.engine.config.scheduler
     chosen = {decision.field: str(decision.value) for decision in engine.decisions}
-    kind = {"embedding": {"pooling": chosen.get("model.pooling", "")}} if engine.task == EMBED else {"reranker": {}}
+    kind = {"reranker": {}}
+    if engine.task == EMBED:
+        kind = {"embedding": {"pooling": chosen.get("model.pooling", "")}}
+    elif engine.task == CLASSIFY:
+        labels = {str(i): label for i, label in enumerate(engine.texts.labels)}
+        kind = {"classifier": {"id2label": labels, "label2id": {label: int(i) for i, label in labels.items()}}}
     about = ModelInfo(
         model_id=service.model,
         model_dtype=chosen.get("model.dtype", ""),
@@ -111,7 +117,7 @@ async def info(request: Request) -> Response:
         max_input_length=engine.max_model_len,
         max_batch_tokens=limits.max_num_batched_tokens,
         max_batch_requests=limits.max_num_seqs,
-        max_client_batch_size=embeddings.MAX_INPUTS,
+        max_client_batch_size=pooling.MAX_INPUTS,
         max_concurrent_requests=service.max_waiting,
         version=minivllm.__version__,
     )

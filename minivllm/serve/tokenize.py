@@ -64,7 +64,7 @@ class Piece(Struct):
 
 
 class LlamaTokens(Struct):
-    tokens: list[int] | list[Piece]
+    tokens: list[int | Piece]
 
 
 class Tokens(Struct):

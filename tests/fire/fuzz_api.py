@@ -1,5 +1,5 @@
 """schemathesis reads /openapi.json and sends what it allows and what it forbids: no answer may be a 5xx, or one whose
-status or content type the document does not have.
+status, content type or fields the document does not have.
 
     make fuzz-api                                minutes
     make fuzz-api ARGS="--max-examples 2000"     longer; another --seed sends other requests
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from fire.wire import served
 
-CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 ENDLESS = "/debug/live"  # a stream for as long as somebody listens
 
 

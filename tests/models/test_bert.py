@@ -101,8 +101,6 @@ def test_an_engine_that_generates_does_not_load_it(tmp_path):
         ({"hidden_size": None}, '"hidden_size" must be a positive int'),
         ({"is_decoder": True}, "is_decoder"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.Softmax"}}, "Softmax"),
-        ({"sentence_transformers": 3}, "wrong kind"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(changes, message):
@@ -112,11 +110,3 @@ def test_what_cannot_be_computed_is_refused_by_name(changes, message):
 
 def test_a_config_without_architectures_is_known_by_its_model_type():
     assert read_spec({"model_type": "bert", **BERT}).architecture == "BertModel"
-
-
-def test_a_cross_encoders_activation_is_the_one_that_it_was_saved_with():
-    config = {"architectures": ["BertForSequenceClassification"], **BERT, "num_labels": 1}
-    assert read_spec(config).sigmoid
-    older = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
-    newer = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
-    assert not read_spec(config | older).sigmoid and not read_spec(config | newer).sigmoid

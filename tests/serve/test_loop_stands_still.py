@@ -85,6 +85,10 @@ EMBEDDING = {
     "/rerank": RANKING,
     "/score": PAIRS,
 }
+CLASSIFYING = {
+    "/classify": INPUTS[:2],
+    "/predict": [{"inputs": [["a"], ["q", "d"]] * 500}, {"inputs": [TEXT[:50_000], "d"], "truncate": True}],
+}
 # As others, by another name.
 SAME = {"/v1/score", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/invocations"}
 NO_BODY = {"/v1/responses/{response_id}/cancel"}
@@ -92,7 +96,7 @@ NO_BODY = {"/v1/responses/{response_id}/cancel"}
 
 def test_each_endpoint_that_takes_a_body_has_its_row():
     paths = {endpoint.path for endpoint in ENDPOINTS if endpoint.method == "POST"}
-    assert paths - NO_BODY - SAME == GENERATING.keys() | EMBEDDING.keys()
+    assert paths - NO_BODY - SAME == GENERATING.keys() | EMBEDDING.keys() | CLASSIFYING.keys()
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +115,16 @@ def generating(watch, serving):
 
 @pytest.fixture(scope="module")
 def embedding(watch, serving, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    write_bert(folder)
+    yield from reading(watch, serving, tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def classifying(watch, serving, tmp_path_factory):
+    yield from reading(watch, serving, tmp_path_factory.mktemp("bert"), num_labels=3)
+
+
+def reading(watch, serving, folder, **how):
+    write_bert(folder, **how)
     engine = AsyncLLM(str(folder), overrides={"executor.num_threads": 1})
     with serving(engine, names=("tiny",), max_body_bytes=LIMIT) as url:
         yield begun(url, watch)
@@ -150,6 +162,15 @@ def test_a_server_that_generates_never_stands_still(generating, watch, path, bod
 )
 def test_a_server_that_embeds_never_stands_still(embedding, watch, path, body):
     post(embedding, path, body)
+    watch.check()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [pytest.param(path, body, id=f"{path}-{i}") for path, rows in CLASSIFYING.items() for i, body in enumerate(rows)],
+)
+def test_a_server_that_classifies_never_stands_still(classifying, watch, path, body):
+    post(classifying, path, body)
     watch.check()
 
 

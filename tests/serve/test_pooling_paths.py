@@ -254,7 +254,7 @@ def test_the_tokenizers_configuration_is_shown(url):
 # ------------------------------------------------------------------------------------------------------ what is missing
 
 
-@pytest.mark.parametrize("path", ["/classify", "/predict", "/embed_all", "/embed_sparse"])
+@pytest.mark.parametrize("path", ["/embed_all", "/embed_sparse"])
 def test_what_no_model_here_can_do_is_refused_by_name(url, path):
     reply = post(url, path, inputs="a")
     assert reply.status_code == 501 and path in reply.json()["error"]["message"]

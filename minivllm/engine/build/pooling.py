@@ -1,4 +1,5 @@
-"""The worker of an engine that pools: model.task=embed or score. A model without KV, under a head that makes vectors.
+"""The worker of an engine that pools: model.task=embed, score or classify. A model without KV, under a head that makes
+vectors.
 
 An encoder and a decoder run the same way, whole prompts without a cache: whether a token sees what follows is a
 property of their attention layers. Of a decoder K and V could be kept, but for what? Nothing is decoded, so only a
@@ -18,16 +19,16 @@ from torch import Tensor, nn
 from minivllm.attention.packed import PackedAttention
 from minivllm.config import Decision, Decisions, EngineConfig
 from minivllm.engine.build.facts import About, facts_without_kv
-from minivllm.errors import ConfigError, ModelError
+from minivllm.errors import ConfigError
 from minivllm.facts import WorkerFacts
 from minivllm.loading import LoadedModel, load, resolve
 from minivllm.loading.cache import default_cache_dir
 from minivllm.loading.sources import ModelFiles
 from minivllm.lora.slots import NoAdapters
 from minivllm.models import ENCODERS
-from minivllm.pooling.pool import POOLERS, normalize
+from minivllm.pooling.pool import ACTIVATIONS, POOLERS, normalize
 from minivllm.pooling.settings import PoolerSettings, read_settings
-from minivllm.pooling.task import SCORE, choose_task
+from minivllm.pooling.task import EMBED, choose_task
 from minivllm.runner.async_sampling import send_for
 from minivllm.runner.block_moves import NoBlockMoves
 from minivllm.runner.dummies import DummyBatches
@@ -48,7 +49,7 @@ class PoolingWorkerBuilder:
     def __init__(self, config: EngineConfig, settled: Decision):
         self.config = config
         task = choose_task(config)
-        self.task, self.scores = task.value, task.value == SCORE
+        self.task, self.has_head = task.value, task.value != EMBED
         self.decisions = Decisions([task])
         self.device = self.decisions.note("model.device", *choose_device(config.model.device))
         if self.device.type == "cpu":
@@ -61,7 +62,6 @@ class PoolingWorkerBuilder:
         files = resolve(asked.path, tokenizer=asked.tokenizer)
         dtype = choose_pooling_dtype(asked.dtype, files.spec.dtype, self.device)
         self.dtype = self.decisions.note("model.dtype", *dtype)
-        self._refuse_labels(files)
         settings = self._settings(files)
         loaded = self._load(files)
         longest = self._longest(files, settings)
@@ -69,20 +69,16 @@ class PoolingWorkerBuilder:
         worker.known = self._facts(loaded, settings, longest, time.perf_counter() - begin)
         return worker
 
-    def _refuse_labels(self, files: ModelFiles) -> None:
-        if self.scores and files.spec.num_labels != 1:
-            raise ModelError(
-                f"{self.config.model.path}: a classification head of {files.spec.num_labels} labels gives no score of "
-                "a pair; a cross-encoder has one"
-            )
-
     def _settings(self, files: ModelFiles) -> PoolerSettings:
-        asked = self.config.model.pooling
-        if self.scores:
+        asked, is_encoder = self.config.model.pooling, files.spec.architecture in ENCODERS
+        if self.has_head:
             if asked != "auto":
-                raise ConfigError("model.pooling does not go with a cross-encoder, which has a head of its own")
-            return PoolerSettings("cls", False, None, "the classification head reads the first token")
-        settings = read_settings(files.folder, files.spec.architecture in ENCODERS, asked)
+                raise ConfigError(
+                    "model.pooling does not go with a classification head, which reads a token of its own"
+                )
+            kind, which = ("cls", "first") if is_encoder else ("last", "last")
+            return PoolerSettings(kind, False, None, f"the classification head reads the {which} token")
+        settings = read_settings(files.folder, is_encoder, asked)
         shown = f"{settings.kind}, {'unit length' if settings.normalize else 'not normalised'}"
         self.decisions.note("model.pooling", shown, settings.reason)
         return settings
@@ -126,12 +122,13 @@ class PoolingWorkerBuilder:
         options = ForwardOptions("off", self.config.scheduler.max_num_batched_tokens, torch.get_num_threads(), cache)
         send = send_for(self.config.engine.overlap, self.device)
         head = PoolingHead(self._pool(model, settings), self._activation(model, settings), send)
+        pairs = self.has_head and loaded.spec.architecture in ENCODERS
         return ModelRunner(
             model=model,
-            forward=(PairsForward if self.scores else EagerForward)(model, self.device, options),
+            forward=(PairsForward if pairs else EagerForward)(model, self.device, options),
             attention=PackedAttention(layers, self.device),
             kv_caches=[torch.empty(0, device=self.device)] * len(layers),  # attention keeps nothing
-            inputs=PackedInputs(pairs=self.scores),
+            inputs=PackedInputs(pairs=pairs),
             rows=Rows(self.config.scheduler.max_num_seqs),
             head=head,
             block_moves=NoBlockMoves(),
@@ -141,26 +138,25 @@ class PoolingWorkerBuilder:
         )
 
     def _pool(self, model: nn.Module, settings: PoolerSettings) -> Pool:
-        if self.scores:
-            return partial(scores_of, model, self.dtype)
-        return POOLERS[settings.kind]
+        pool = POOLERS[settings.kind]
+        return partial(logits_of, model, self.dtype, pool) if self.has_head else pool
 
     def _activation(self, model: nn.Module, settings: PoolerSettings) -> Activation:
-        if not self.scores:
+        if not self.has_head:
             return Activation(normalize, settings.normalize)
-        return Activation(torch.sigmoid if model.spec.sigmoid else nn.Identity(), True)
+        return Activation(ACTIVATIONS[model.spec.classifier.activation], True)
 
     def _facts(self, loaded: LoadedModel, settings: PoolerSettings, longest: int, seconds: float) -> WorkerFacts:
-        dtype, width = str(self.dtype).removeprefix("torch."), 1 if self.scores else loaded.spec.hidden_size
-        more = {"task": self.task, "width": width, "normalized": settings.normalize}
-        more["prompts"] = tuple(settings.prompts)
+        dtype, labels = str(self.dtype).removeprefix("torch."), loaded.spec.classifier.labels if self.has_head else ()
+        more = {"task": self.task, "width": len(labels) or loaded.spec.hidden_size, "normalized": settings.normalize}
+        more |= {"prompts": tuple(settings.prompts), "labels": labels}
         told = loaded.name, loaded.tokenizer_dir, str(self.device), loaded.spec.vocab_size, dtype, "packed", more
         return facts_without_kv(self.config, About(*told), longest, self.decisions, seconds)
 
 
-def scores_of(model: nn.Module, dtype: torch.dtype, hidden: Tensor, lengths: Tensor) -> Tensor:
-    """A Pool: what the classification head says of each first token [B, 1] fp32."""
-    return model.classify(POOLERS["cls"](hidden, lengths).to(dtype)).float()
+def logits_of(model: nn.Module, dtype: torch.dtype, pool: Pool, hidden: Tensor, lengths: Tensor) -> Tensor:
+    """A Pool: what the classification head says of each text's one token [B, labels] fp32."""
+    return model.classify(pool(hidden, lengths).to(dtype)).float()
 
 
 def choose_pooling_dtype(asked: str, checkpoint: str, device: torch.device) -> tuple[torch.dtype, str]:

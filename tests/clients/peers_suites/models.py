@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from minivllm.loading import resolve
 
@@ -16,12 +17,13 @@ def prepare(folder: Path, model: str) -> dict[str, str]:
         "PEERS_GENERATES": model,
         "PEERS_TOKENIZER": str(resolve(model).tokenizer_dir),
         "PEERS_EMBEDDER": str(resolve(EMBEDS).folder),
-        "PEERS_CROSS_ENCODER": str(write_cross_encoder(folder / "cross-encoder")),
+        "PEERS_CROSS_ENCODER": str(write_head(folder / "cross-encoder", num_labels=1)),
+        "PEERS_CLASSIFIER": str(write_head(folder / "classifier", id2label={0: "Default", 1: "Spoiled"})),
         "PEERS_ADAPTER": str(write_lora(folder / f"adapter-{model.replace(':', '-')}", model)),
     }
 
 
-def write_cross_encoder(folder: Path) -> Path:
+def write_head(folder: Path, **labels: Any) -> Path:
     """The embedder's layers below a head of random weights."""
     if not folder.exists():
         import torch
@@ -29,7 +31,7 @@ def write_cross_encoder(folder: Path) -> Path:
 
         torch.manual_seed(0)
         files = resolve(EMBEDS)
-        BertForSequenceClassification.from_pretrained(files.folder, num_labels=1).save_pretrained(folder)
+        BertForSequenceClassification.from_pretrained(files.folder, **labels).save_pretrained(folder)
         for path in files.tokenizer_dir.glob("*tokenizer*"):
             shutil.copy(path, folder)
     return folder

@@ -8,6 +8,7 @@ import os
 import re
 
 import outcomes
+import pytest
 
 SERVER = re.compile(r"\bRemote\w*Server\b")
 EMBEDDERS = ("e5", "bge", "gte", "embed", "minilm", "arctic", "rerank")
@@ -54,6 +55,12 @@ def pytest_configure(config):
         return get_tokenizer(folder_for(tokenizer_name), *args, **named)
 
     vllm.tokenizers.get_tokenizer = get
+
+
+def pytest_runtest_setup(item):
+    """Ended by hand: where a wrong file is a 400 it fails and leaves a task that fills the memory with errors."""
+    if item.name.startswith("test_loading_invalid_adapters_does_not_break_others"):
+        pytest.fail("files that are wrong are no 500 here")
 
 
 def replace_folder(kind, folder_of):

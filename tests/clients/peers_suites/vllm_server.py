@@ -11,10 +11,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-GENERATES, EMBEDS, CROSS_ENCODES = "PEERS_GENERATES", "minilm", "PEERS_CROSS_ENCODER"  # or a variable that names it
-CONTEXT = {GENERATES: 2048, EMBEDS: 512, CROSS_ENCODES: 512}  # 2048: what nothing ends is ended soon
+GENERATES, EMBEDS = "PEERS_GENERATES", "minilm"  # or a variable that names it
+CROSS_ENCODES, CLASSIFIES = "PEERS_CROSS_ENCODER", "PEERS_CLASSIFIER"
+CONTEXT = {GENERATES: 2048, EMBEDS: 512, CROSS_ENCODES: 512, CLASSIFIES: 512}  # 2048: what nothing ends is ended soon
 EMBEDDERS = ("e5", "bge", "gte", "embed", "minilm", "arctic")
 CROSS_ENCODERS = ("rerank",)
+CLASSIFIERS = ("apeach",)
 
 # What vLLM needs on a GPU, for models from the Hub or for its own parts, and what is always so here.
 DROPPED = {
@@ -110,6 +112,8 @@ def model_for(name: str) -> str:
     lower = name.lower()
     if any(part in lower for part in CROSS_ENCODERS):
         return CROSS_ENCODES
+    if any(part in lower for part in CLASSIFIERS):
+        return CLASSIFIES
     return EMBEDS if any(part in lower for part in EMBEDDERS) else GENERATES
 
 
