@@ -153,10 +153,8 @@ def headless_named(config: Config) -> str | None:
 
 def classifier_named(config: Config) -> str | None:
     """The architecture of a decoder that was saved with a head for classes: Qwen2ForCausalLM of a
-    Qwen2ForSequenceClassification."""
-    name = _named(config)
-    wholes = (f"{name.removesuffix(ENDING)}{whole}" for whole in ("ForCausalLM", "LMHeadModel"))
-    return next((whole for whole in wholes if whole in FILES), None) if name.endswith(ENDING) else None
+    Qwen2ForSequenceClassification. By its model_type, since names differ (Gemma3TextForSequenceClassification)."""
+    return next(iter(_of_type(config, generates=True)), None) if _named(config).endswith(ENDING) else None
 
 
 def _architecture(reader: ConfigReader, network: str) -> str:

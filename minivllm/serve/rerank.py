@@ -24,7 +24,6 @@ from minivllm.serve.pooling import TEI_NAMES, PoolingBody, PoolingUsage, Truncat
 from minivllm.serve.protocol import NotNegative, RequestBody, doc, hint, now, refused
 
 AnyTexts = TypeVar("AnyTexts", str, list[str], str | list[str])
-MAX_DOCUMENTS = 2048
 FORMS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
@@ -154,7 +153,7 @@ def documents_of(body: RerankRequest, service: Service) -> list[str]:
     if (body.documents is None) == (body.texts is None):
         raise BadRequest("give documents, or TEI's texts, and not both", "documents")
     given = body.texts if body.documents is None else body.documents
-    check_number(len(given))
+    pooling.check_number(given, "documents" if body.texts is None else "texts")
     texts = [document if isinstance(document, str) else document.text for document in given]
     return beginnings(texts, body.max_tokens_per_doc, service)
 
@@ -190,15 +189,10 @@ async def v1_reranking(request: Request) -> ASGIApp:
     return await rerank(request)
 
 
-def check_number(num_documents: int) -> None:
-    if num_documents > MAX_DOCUMENTS:
-        raise BadRequest(f"{num_documents} documents; {MAX_DOCUMENTS} at most", "documents")
-
-
 async def scoring_of(
     body: PoolingBody, pairs: list[tuple[str, str]], service: Service, prompt_name: str | None = None
 ) -> Scoring:
-    check_number(len(pairs))
+    pooling.check_number(pairs, "documents")
     engine = service.engine.texts
     size = sum(pooling.length_of(pair) for pair in pairs)
     return await by_size(size, lambda: engine.scoring(pairs, body.cut, prompt_name), service.client)

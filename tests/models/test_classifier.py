@@ -32,7 +32,11 @@ HEADS = {  # {the head's class: its config's fields}: names of every form
     "Qwen2ForSequenceClassification": ROPE | {"tie_word_embeddings": True},
     "Qwen3ForSequenceClassification": ROPE | {"head_dim": 16},
     "MistralForSequenceClassification": ROPE | {"sliding_window": 4},
+    "Gemma3TextForSequenceClassification": ROPE | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4},
     "Phi3ForSequenceClassification": ROPE,
+    "Olmo2ForSequenceClassification": ROPE,
+    "Qwen3MoeForSequenceClassification": ROPE
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "GPT2ForSequenceClassification": CLASSIC,
     "GPTJForSequenceClassification": CLASSIC | {"rotary_dim": 8},
     "OPTForSequenceClassification": OPT | {"vocab_size": 320, "max_position_embeddings": 64},
