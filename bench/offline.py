@@ -119,7 +119,7 @@ def compare(peers: dict[str, Peer], num_reqs: int, args: Any, generator: np.rand
         prompts = generator.integers(0, args.vocab, (num_reqs, args.input_len)).tolist()
         answers = {}
         for name in sorted(peers, reverse=round_ % 2 > 0):
-            job = {"prompts": prompts, "num_tokens": args.output_len if round_ >= 0 else 4}
+            job = {"prompts": prompts, "num_tokens": args.output_len if round_ >= 0 else min(4, args.output_len)}
             answers[name] = answer = peers[name].ask(job)
             assert [len(t) for t in answer["tokens"]] == [job["num_tokens"]] * num_reqs, f"{name}: wrong length"
             rss[name] = round(answer["rss"] / 2**20)
