@@ -20,6 +20,12 @@ class KVUsage:
     block_size: int = 1  # tokens a block
     num_groups: int = 1  # blocks that so many tokens take: one of each KV group
 
+    @property
+    def size(self) -> str:
+        """The pool's, for people."""
+        each = f", {self.num_groups} of them for as many tokens" if self.num_groups > 1 else ""
+        return f"{self.num_total} blocks of {self.block_size} tokens{each}"
+
 
 FREE, CACHED, USED, SHARED = range(4)  # a block's state in a pool's map; shared: several live requests name it
 
@@ -66,6 +72,11 @@ class KVManager(Protocol):
 
         keep: req was preempted and will come back, so its KV may be kept elsewhere. lookup() then finds it.
         """
+        ...
+
+    def fit_together(self, lengths: Sequence[int]) -> bool:
+        """Whether requests of so many slots, of which one can be here at least, can all grow to them side by side
+        without any being preempted, in a pool that is theirs alone and where they share nothing."""
         ...
 
     def check(self) -> None:

@@ -75,10 +75,10 @@ class BeamScheduler:
         if req.beam is None:
             return self.inner.add(req)
         width, longest = req.beam.beam_width, req.num_final_slots(self.limits.max_model_len)
-        if width * longest > self.limits.kv_capacity:
+        if not self.base.kv.fit_together([longest] * width):  # then they could be preempted together for ever
             raise NeverFits(
-                f"{width} beams of up to {longest} tokens may need {width * longest} KV slots at once; the pool holds "
-                f"{self.limits.kv_capacity}. Lower beam_width or max_tokens, or give the pool more blocks",
+                f"{width} beams may reach {longest} tokens each, more than fit into a KV pool of "
+                f"{self.base.kv.usage.size}. Lower beam_width or max_tokens, or give the pool more blocks",
                 "beam_width",
             )
         search = BeamSearch(req.beam, req.params.eos_token_ids, req.params.max_tokens or self.limits.max_model_len)

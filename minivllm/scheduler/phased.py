@@ -70,11 +70,11 @@ class PhasedScheduler(SchedulerBase):
     def _check_fits(self, req: Request) -> None:
         super()._check_fits(req)
         group = [r for r in self.requests.values() if req.group and r.group == req.group]
-        together = sum(r.num_final_slots(self.limits.max_model_len) for r in (*group, req))
-        if together > self.limits.kv_capacity:
+        lengths = [r.num_final_slots(self.limits.max_model_len) for r in (*group, req)]
+        if not self.kv.fit_together(lengths):  # then they would be preempted together for ever
             raise NeverFits(
-                f"the {len(group) + 1} sequences of this request run together and may reach {together} tokens; the KV "
-                f"pool holds {self.limits.kv_capacity}. Lower n or max_tokens, or give the pool more blocks",
+                f"the {len(lengths)} sequences of this request run together and may reach {sum(lengths)} tokens, more "
+                f"than fit into a KV pool of {self.kv.usage.size}. Lower n or max_tokens, or give the pool more blocks",
                 "n",
             )
 

@@ -1,5 +1,6 @@
 """A state machine over add, abort and step: invariants after each, and the oracle's tokens in the end."""
 
+import pytest
 from fakes import FakeEngine, beam_oracle, oracle
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -131,3 +132,16 @@ def test_a_fork_that_waits_is_given_blocks_beside_a_run_of_others():
     ids = engine.add_beams("0", [0, 0, 0, 0], beam)
     engine.run()
     assert [engine.tokens[req_id] for req_id in ids] == list(beam_oracle([0, 0, 0, 0], beam, 40))
+
+
+def test_beams_whose_blocks_can_never_all_be_there_are_refused():
+    """What the machine found: three beams of six tokens are fewer tokens than the pool holds, and more blocks. Phased,
+    they were computed together and preempted together for ever."""
+    options = {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.prefix": "none"}
+    beam = BeamSearchParams(beam_width=3, max_tokens=5)
+    with pytest.raises(NeverFits, match="3 beams may reach 6 tokens each, more than fit into a KV pool of 16 blocks"):
+        FakeEngine(16, 40, windows=(None, 6, 6), **options).add_beams("0", [0, 0], beam)
+    engine = FakeEngine(18, 40, windows=(None, 6, 6), **options)
+    ids = engine.add_beams("0", [0, 0], beam)
+    engine.run()
+    assert [engine.tokens[req_id] for req_id in ids] == list(beam_oracle([0, 0], beam, 40))

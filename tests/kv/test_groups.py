@@ -155,6 +155,28 @@ def test_the_longest_request_fits_and_a_longer_one_does_not(windows, num_blocks,
     assert capacity == 0 or compute(kv, request("a", range(capacity)), most) is not None
 
 
+@given(
+    windows=st.sampled_from(WINDOWS),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    num_blocks=st.integers(1, 60),
+    most=st.integers(1, 8),
+)
+@settings(deadline=None, max_examples=200)
+def test_requests_that_fit_together_grow_side_by_side(windows, lengths, num_blocks, most):
+    kv = make(windows, num_blocks, most_new=most)
+    fit = kv.fit_together(lengths)
+    assert fit == (sum(groups_of(windows).most_blocks(length, BLOCK, most) for length in lengths) <= num_blocks)
+    if not fit:
+        return
+    growing = [(request(str(i), [i]), length) for i, length in enumerate(lengths)]
+    while growing:
+        for req, length in growing:
+            assert compute(kv, req, most) is not None
+            more = min(most, length - req.num_tokens)
+            req.token_ids += [int(req.id)] * more
+        growing = [(req, length) for req, length in growing if req.num_computed_tokens < length]
+
+
 def test_a_pool_holds_more_requests_of_a_model_with_windows():
     """Six layers, two of which see all: as many bytes hold twice as many requests of 400 tokens."""
     num_layer_blocks, kinds = 1200, [FULL, window(16), window(16)] * 2

@@ -364,10 +364,26 @@ def test_a_group_is_refused_only_for_what_its_own_sequences_take_together():
     scheduler = scheduler_of(PhasedScheduler, num_blocks=6, **WHOLE)
     scheduler.add(request("other", 9, max_tokens=4)), scheduler.add(request("h#0", 9, max_tokens=4, group="h"))
     scheduler.add(request("g#0", 9, max_tokens=4, group="g"))
-    scheduler.add(request("g#1", 9, max_tokens=4, group="g"))  # 12 + 12 tokens: the pool
+    scheduler.add(request("g#1", 9, max_tokens=4, group="g"))  # three blocks each: the pool
     assert refusal(scheduler, request("g#2", 9, max_tokens=4, group="g")) == (
         NeverFits,
         "n",
-        "the 3 sequences of this request run together and may reach 36 tokens; the KV pool holds 24. "
-        "Lower n or max_tokens, or give the pool more blocks",
+        "the 3 sequences of this request run together and may reach 36 tokens, more than fit into a KV pool of 6 "
+        "blocks of 4 tokens. Lower n or max_tokens, or give the pool more blocks",
     )
+
+
+@pytest.mark.parametrize("num_blocks, are_taken", [(5, False), (6, True)])
+def test_a_group_fits_if_its_blocks_do_though_they_are_not_full(num_blocks, are_taken):
+    """15 tokens, and four blocks hold 16: three sequences that share nothing take six."""
+    scheduler = scheduler_of(PhasedScheduler, num_blocks=num_blocks, **WHOLE)
+    scheduler.add(request("g#0", 3, max_tokens=3, group="g"))
+    scheduler.add(request("g#1", 3, max_tokens=3, group="g"))
+    third = request("g#2", 3, max_tokens=3, group="g")
+    if not are_taken:
+        assert refusal(scheduler, third)[:2] == (NeverFits, "n")
+        return
+    scheduler.add(third)
+    for _ in range(10):
+        plan_and_update(scheduler)
+    assert not scheduler.requests
