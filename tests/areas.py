@@ -19,13 +19,12 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/kernels/test_cpu_targets.py",
     ),
     "card": ("tests/card/", "tests/bench/test_gpu.py", "tests/bench/test_gpu_attention.py"),
-    "conformance": ("tests/conformance/", "tests/lora/test_conformance.py", "tests/oracle/", "tests/fuzz/"),
+    "conformance": ("tests/conformance/", "tests/lora/test_conformance.py", "tests/oracle/"),
     "chapters": ("tests/book/test_chapters.py", "tests/bench/"),
     "site": (
         *("tests/book/test_site_browser.py", "tests/book/test_widgets_browser.py", "tests/serve/test_page_browser.py"),
     ),
     "fire": ("tests/fire/",),
-    "attack": ("tests/attack/",),
     "clients": ("tests/clients/",),
     "compile": ("tests/compile/", "tests/models/test_moe.py::test_compiled_pieces"),
     "timing": (),  # what is marked `alone`, wherever it is
@@ -99,7 +98,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
         *("docs/", "site/", "tests/book/", *_ENGINE, *_SERVER, "minivllm/cli/", "minivllm/matrix.json"),
     ),
     "fire": (*_ENGINE, *_SERVER),
-    "attack": (*_ENGINE, *_SERVER, "tests/fire/", "tests/grammar_bombs.py"),
     "clients": (*_ENGINE, *_SERVER, "bench/peers/", "docs/clients.md", "tests/lora/adapters.py"),
     "compile": (
         *(*_ENGINE, "tests/conformance/", "tests/lora/adapters.py", "tests/naive_attention.py", "tests/toy_model.py"),

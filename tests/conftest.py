@@ -48,6 +48,7 @@ LONGEST_FIRST = (
     *APART,
     *("tests/compile/test_piecewise.py", "tests/bench/test_gpu.py", "tests/bench/test_bench.py"),
     *("tests/serve/test_lifecycle.py", "tests/serve/test_page_browser.py", "tests/serve/test_api_servers.py"),
+    *("tests/fuzz/test_parsers.py", "tests/attack/test_attack.py"),
 )
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 MEMORY = 2 << 30  # bytes: what a worker and the servers that it starts may need

@@ -90,9 +90,6 @@ def test_an_area_looks_at_what_its_tests_import(area):
 def test_a_change_is_looked_at_by_the_areas_that_name_it():
     assert changed(["tests/sanitize/mask.cpp"]) == {"sanitize": "tests/sanitize/mask.cpp"}
     assert changed(["docs/gpu.md", "LICENSE"]) == {"site": "docs/gpu.md"}
-    assert changed(["tests/fire/test_kill.py"]) == {
-        "fire": "tests/fire/test_kill.py",
-        "attack": "tests/fire/test_kill.py",
-    }
+    assert changed(["tests/fire/test_kill.py"]) == {"fire": "tests/fire/test_kill.py"}
     assert changed(["tests/kv/test_pool.py", ".gitignore"]) == {}
     assert list(changed(["pyproject.toml"])) == [*ALL]

@@ -9,7 +9,7 @@ import sys
 import pytest
 import run_areas
 
-AREAS = ("fire", "attack", "site")
+AREAS = ("fire", "clients", "site")
 
 
 @pytest.fixture
@@ -65,14 +65,14 @@ def test_an_interrupted_run_goes_on_where_it_was(ran, monkeypatch):
     command = run_areas.command
 
     def interrupted(area, args):
-        if area == "attack":
+        if area == "clients":
             raise KeyboardInterrupt
         return command(area, args)
 
     with monkeypatch.context() as patch:
         patch.setattr(run_areas, "command", interrupted)
         assert run_areas.main([]) == 130 and ran() == ["fire"]
-    assert run_areas.main([]) == 0 and ran() == ["attack", "site"]
+    assert run_areas.main([]) == 0 and ran() == ["clients", "site"]
 
 
 def test_an_area_that_is_named_runs_whatever_it_has_passed(ran):

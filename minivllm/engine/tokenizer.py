@@ -68,7 +68,9 @@ class TextTokenizer:
             )
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises plain Exception for whatever is wrong with the file
+        except BaseException as e:  # Exception itself for whatever is wrong with the file, or a panic, which is none
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+                raise
             raise ModelError(f"{path} cannot be read ({e}): download the model again") from None
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         _check(config, _Config, folder / "tokenizer_config.json")

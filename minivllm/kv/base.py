@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,17 +74,13 @@ class KVManager(Protocol):
         """
         ...
 
-    def fit_together(self, lengths: Sequence[int]) -> bool:
-        """Whether requests of so many slots, of which one can be here at least, can all grow to them side by side
-        without any being preempted, in a pool that is theirs alone and where they share nothing."""
-        ...
-
     def check(self) -> None:
         """Assert what must hold between two steps: each block is free or named, as often as it is counted."""
         ...
 
     num_lent: int  # blocks that are neither free nor a running request's: on their way to or from another engine
     capacity: int  # slots that one request can hold at most, in the empty pool
+    most_blocks: Callable[[int], int]  # of a request of so many slots, at its worst moment, if it shares none
     usage: KVUsage  # blocks in all, free, and free with a reusable prefix
     moves: Moves  # copies and swaps of blocks that wait for the next plan
 

@@ -199,8 +199,8 @@ class ContiguousKVManager:
             external=(rounded_up + stuck * self.usage.num_free * self.block_size) / slots,
         )
 
-    def fit_together(self, lengths: Sequence[int]) -> bool:
-        return True  # who is here has its run, and who finds none waits for one: nobody grows
+    def most_blocks(self, num_slots: int) -> int:
+        return 1 << _order(-(-num_slots // self.block_size))
 
     def check(self) -> None:
         self.buddies.check()

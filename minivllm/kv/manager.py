@@ -84,7 +84,7 @@ class PagedKVManager:
         self.tables: dict[str, Table] = {}
         self.usage = KVUsage(num_blocks, num_blocks, 0, block_size, self.num_groups)
         self.capacity = groups.capacity(num_blocks, block_size, most_new_tokens)
-        self._most_blocks = partial(groups.most_blocks, block_size=block_size, most_new=most_new_tokens)
+        self.most_blocks = partial(groups.most_blocks, block_size=block_size, most_new=most_new_tokens)
         self.moves = Moves()
         self.swap = SwapSpace(num_host_blocks, swap_policy or Recompute(), self.moves)
         self.shares_forks = shares_forks
@@ -141,9 +141,6 @@ class PagedKVManager:
         if keep:
             self._keep(req, table)
         self._give_back(reversed(self._held(table.blocks)))
-
-    def fit_together(self, lengths: Sequence[int]) -> bool:
-        return sum(map(self._most_blocks, lengths)) <= self.pool.num_blocks
 
     def check(self) -> None:
         self.pool.check()

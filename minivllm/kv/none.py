@@ -36,8 +36,8 @@ class NoKV:
     def free(self, req: Request, keep: bool = False) -> None:
         pass
 
-    def fit_together(self, lengths: Sequence[int]) -> bool:
-        return True
+    def most_blocks(self, num_slots: int) -> int:
+        return 0
 
     def check(self) -> None:
         assert self.usage == KVUsage(num_total=0, num_free=0), "there are no blocks, and some are counted"

@@ -99,6 +99,11 @@ class SchedulerBase:
         self.members.leave(req.id)
         del self.requests[req.id]
 
+    def fit_together(self, lengths: Iterable[int]) -> bool:
+        """Whether requests of so many slots can all be here at their worst moments, and alone. If not, and they are
+        preempted together, they are so for ever."""
+        return sum(map(self.kv.most_blocks, lengths)) <= self.kv.usage.num_total
+
     def _check_fits(self, req: Request) -> None:
         self.limits.check_fits(req, self.chunked_prefill)
 

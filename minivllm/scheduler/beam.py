@@ -75,7 +75,7 @@ class BeamScheduler:
         if req.beam is None:
             return self.inner.add(req)
         width, longest = req.beam.beam_width, req.num_final_slots(self.limits.max_model_len)
-        if not self.base.kv.fit_together([longest] * width):  # then they could be preempted together for ever
+        if not self.base.fit_together([longest] * width):
             raise NeverFits(
                 f"{width} beams may reach {longest} tokens each, more than fit into a KV pool of "
                 f"{self.base.kv.usage.size}. Lower beam_width or max_tokens, or give the pool more blocks",

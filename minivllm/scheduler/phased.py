@@ -71,7 +71,7 @@ class PhasedScheduler(SchedulerBase):
         super()._check_fits(req)
         group = [r for r in self.requests.values() if req.group and r.group == req.group]
         lengths = [r.num_final_slots(self.limits.max_model_len) for r in (*group, req)]
-        if not self.kv.fit_together(lengths):  # then they would be preempted together for ever
+        if not self.fit_together(lengths):
             raise NeverFits(
                 f"the {len(lengths)} sequences of this request run together and may reach {sum(lengths)} tokens, more "
                 f"than fit into a KV pool of {self.kv.usage.size}. Lower n or max_tokens, or give the pool more blocks",

@@ -168,7 +168,7 @@ def tokenizer_config(data: bytes) -> None:
     from minivllm.engine.tokenizer import TextTokenizer
 
     here = folder("tokenizer_config")
-    (here / "tokenizer.json").write_bytes(TARGETS["tokenizer"].corpus[0])
+    (here / "tokenizer.json").write_bytes((CORPUS / "tokenizer" / "right-byte-fallback.json").read_bytes())
     (here / "tokenizer_config.json").write_bytes(data)
     TextTokenizer.load(here)
 

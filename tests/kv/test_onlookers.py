@@ -93,7 +93,7 @@ def test_nothing_of_a_contiguous_pool_is_shared_or_found():
     kv.free(parent)
     assert kv.lookup(request("c", 9)) == 0
     assert kv.capacity == 16 * 4 - 1, "a reservation may be for one slot more than the last token needs"
-    assert kv.fit_together([63] * 9), "who has no run yet waits for one, and nobody grows"
+    assert [kv.most_blocks(slots) for slots in (1, 4, 5, 12, 13, 17)] == [1, 1, 2, 4, 4, 8], "runs are powers of two"
     assert ContiguousKVManager(13, 4, reserve_oracle, 64).capacity == 8 * 4 - 1, "the longest run of 13 blocks has 8"
 
 
@@ -106,7 +106,7 @@ def test_a_model_that_keeps_nothing_has_room_for_every_request_and_finds_none():
     kv.commit(req)
     kv.free(req)
     assert kv.block_map() == b"" and kv.blocks_of("a") == ()
-    assert kv.fit_together([512] * 1000)
+    assert kv.most_blocks(512) == 0
     kv.check()
 
 
