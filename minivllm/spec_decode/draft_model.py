@@ -2,7 +2,8 @@
 
 The draft model keeps K and V of its own, under the block ids of the target: the same tables, the same slots, so there
 is one pool, one count of free blocks and one prefix cache. A block's bytes are both models' together. For this to hold
-the draft model computes, in each step, every token that the target computes: a published block is valid for both.
+the draft model computes, in each step, every token that the target computes: a published block is valid for both. Where
+the target's layers are several KV groups, all of the draft model's belong to group 0, which keeps all tokens.
 
 Positions of one request, after a step that left `known` tokens, the newest of which the target has not computed:
 
@@ -119,7 +120,11 @@ class DraftModelProposer:
     def run_model(self, batch: InputBatch) -> Tensor:
         """-> hidden states [padded T, hidden]."""
         self._adapters.prepare(batch.rows, batch.query_start)
-        return run_forward(self._forward, batch, self.attention, self._caches, self.model.attention_layers)
+        return self._run_forward(self._forward, batch)
+
+    def _run_forward(self, forward: Callable[[InputBatch], Tensor], batch: InputBatch) -> Tensor:
+        own = batch.of_group(0) if self.own_kv and self.num_groups > 1 else batch
+        return run_forward(forward, own, self.attention, self._caches, self.model.attention_layers)
 
     def _forward(self, batch: InputBatch) -> Tensor:
         device = self._caches[0].device

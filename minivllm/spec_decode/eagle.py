@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec
-from minivllm.compile.context import run_forward
 from minivllm.errors import ModelError
 from minivllm.files import read_json
 from minivllm.layers.embedding import Embedding
@@ -169,7 +168,7 @@ class EagleProposer(DraftModelProposer):
             x = self.model.embed(upload(token_ids, hidden.device), hidden)
             return self.model(x, upload(batch.positions, hidden.device))
 
-        return run_forward(forward, batch, self.attention, self._caches, self.model.attention_layers)
+        return self._run_forward(forward, batch)
 
     def _catch_up(self, rows: Mapping[str, int], ends: Mapping[str, int], known: Mapping[str, int]) -> Drafts:
         """Pairs of all tokens that the target kept in this step; the newest gives the first draft."""

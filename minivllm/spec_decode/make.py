@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec, kv_spec
+from minivllm.attention.groups import backends_of
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
 from minivllm.loading import LoadedModel, load_model
@@ -124,9 +125,9 @@ def _own_layers(layers: list[AttentionSpec], block_size: int, dtype: torch.dtype
 
 
 def _cache_for(target: Target, own: OwnLayers, device: torch.device) -> tuple[AttentionBackend, list[Tensor]]:
-    """The target's kind of backend, and a KV tensor for each layer."""
+    """The kind of backend of the target's group 0, and a KV tensor for each layer."""
     num_blocks = target.num_blocks + 1  # the spare one
-    attention = type(target.attention)(*own, num_blocks, device)
+    attention = type(backends_of(target.attention)[0])(*own, num_blocks, device)
     return attention, [target.make_cache(attention.kv_shape(num_blocks), own.spec.dtype) for _ in own.layers]
 
 

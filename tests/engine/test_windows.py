@@ -50,31 +50,55 @@ WAYS = {
     "own layers": {"spec_decode.method": "self_draft", "spec_decode.k": 3, "spec_decode.layers": 2}
     | {"spec_decode.adaptive": False},
     "a draft model": {"spec_decode.method": "draft", "spec_decode.k": 3},
+    "a draft model, preempted": {"spec_decode.method": "draft", "spec_decode.k": 3, "kv.num_blocks": 130}
+    | {"kv.preemption": "swap", "kv.swap_memory": "1MiB", "debug.preempt_every": 5},
+    "eagle": {"spec_decode.method": "eagle", "spec_decode.model": "dummy:eagle", "spec_decode.adaptive": False},
     "one run a request": {"kv.allocation": "max", "kv.prefix": "none", "model.max_model_len": 120},
     "recorded": {"runner.graphs": "full", "runner.forward": "eager", "runner.attention": "reference"},
     "phased": {"scheduler.kind": "phased", "scheduler.chunked_prefill": False},
 }
 
 
-CASES = [("mixed", way) for way in WAYS] + [("windows", "chunks")]
+CASES = [("mixed", way) for way in WAYS] + [("windows", "chunks"), ("windows", "a draft model")]
 
 
 @pytest.mark.parametrize("model, way", CASES, indirect=["model"])
 def test_greedy_tokens_equal_transformers(model, way):
     folder, oracle = model
-    own = {"spec_decode.model": folder} if way == "a draft model" else {}
+    own = {"spec_decode.model": folder} if way.startswith("a draft model") else {}
     with LLM(overrides={**BASE, "model.path": folder, **own, **WAYS[way]}) as llm:
         for prompts in (PROMPTS, AGAIN):  # the second time prefixes are found
             assert tokens_of(llm, prompts) == [oracle(tuple(prompt)) for prompt in prompts]
 
 
 @pytest.mark.parametrize("model", ["mixed"], indirect=True)
-def test_the_start_says_what_layers_keep(model):
+def test_a_draft_model_keeps_its_own_tokens_where_windows_give_blocks_back(model):
+    """It is the target itself, so a guess that is refused was made of wrong K and V."""
+    draft = {**WAYS["a draft model"], "spec_decode.model": model[0], "spec_decode.adaptive": False}
+    with LLM(overrides={**BASE, "model.path": model[0], **draft}) as llm:
+        for prompts in (PROMPTS, AGAIN):  # the second time prefixes are found, and of windows their last blocks alone
+            tokens_of(llm, prompts)
+        stats = llm._core.stats
+        assert stats.num_accepted == stats.num_drafted > 40 and stats.prefix_hits > 40
+
+
+SAID = {
+    "mixed": ("layers in groups: 2 of all tokens, 2 of 12 tokens, 2 of 12 tokens", ""),
+    "windows": (
+        "layers in groups: 3 of 12 tokens",
+        "layers with windows keep all tokens: a draft model keeps its K and V under the same block ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("model", SAID, indirect=True)
+def test_the_start_says_what_layers_keep(model, request):
     def said(field, **overrides):
         with LLM(overrides={**BASE, "model.path": model[0], **overrides}) as llm:
             return "; ".join(d.reason for d in llm.decisions if d.field == field)
 
-    groups = "layers in groups: 2 of all tokens, 2 of 12 tokens, 2 of 12 tokens"
+    groups, beside_a_draft = SAID[request.node.callspec.params["model"]]
     assert groups in said("kv.num_blocks")
-    why = "layers with windows keep all tokens: a draft model keeps its K and V under the same block ids"
-    assert why in said("kv.allocation", **{**WAYS["a draft model"], "spec_decode.model": model[0]})
+    draft = {**WAYS["a draft model"], "spec_decode.model": model[0]}
+    assert said("kv.allocation", **draft) == beside_a_draft
+    assert ("layers in groups" in said("kv.num_blocks", **draft)) == (not beside_a_draft)

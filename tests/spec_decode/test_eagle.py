@@ -215,7 +215,7 @@ def test_beside_a_target_of_another_family_a_head_takes_the_embeddings_that_the_
 def test_no_token_of_gemma_3_changes(head, weights, tmp_path):
     shared = {name: tensor for name, tensor in weights.items() if name != "embed_tokens.weight"}
     path = head if head.startswith("dummy:") else str(write(tmp_path, shared))
-    how, got = {**SMALL, "model.path": "dummy:tiny-gemma3", "spec_decode.model": path}, []
+    how, got = {**SMALL, "kv.num_blocks": 240, "model.path": "dummy:tiny-gemma3", "spec_decode.model": path}, []
     for method in ("none", "eagle"):
         with LLM(overrides={**how, "spec_decode.method": method}) as llm:
             got.append([list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])

@@ -45,8 +45,8 @@ def build_kv(
 def choose_groups(
     config: EngineConfig, kinds: Sequence[LayerKind], shares_blocks: bool, decisions: Decisions
 ) -> KVGroups:
-    """By their kinds, where a request's blocks may come and go one by one. shares_blocks: another model keeps its K and
-    V under the same block ids."""
+    """By their kinds, where a request's blocks may come and go one by one. shares_blocks: another model keeps all of
+    its K and V under the block ids of group 0."""
     if STATE in kinds and config.spec_decode.method != "none":
         raise ConfigError(
             f"spec_decode.method={config.spec_decode.method} takes back tokens that were guessed wrong, and a "
@@ -55,7 +55,7 @@ def choose_groups(
     why = None
     if config.kv.allocation != "paged":
         why = f"kv.allocation={config.kv.allocation} gives a request one run"
-    elif shares_blocks:
+    elif shares_blocks and all(kind.window is not None for kind in kinds):
         why = "a draft model keeps its K and V under the same block ids"
     if why is None or all(kind.window is None for kind in kinds):
         return group_layers(kinds)
