@@ -6,6 +6,7 @@ new in every round, so no engine can reuse a prefix. All requests arrive at once
 for a static batch.
 
     python -m bench offline --num-reqs 1 8 32 --rounds 5
+    python -m bench offline --before ../older    # beside another checkout of this project: has a change cost anything?
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from minivllm.config import DEFAULT_MODEL, parse_set
 from minivllm.machine import num_cores
 
 Tokens = list[list[int]]
+ROOT = Path(__file__).resolve().parent.parent
 
 # -------------------------------------------------------------------------------------------- in an engine's process
 
@@ -91,11 +93,12 @@ def serve(name: str) -> None:
 
 
 class Peer:
-    """An engine in a process of its own."""
+    """An engine in a process of its own, of the checkout in a folder."""
 
-    def __init__(self, name: str, job: dict[str, Any]):
+    def __init__(self, name: str, job: dict[str, Any], folder: Path = ROOT):
         env = os.environ | {"OMP_NUM_THREADS": str(job["threads"]), "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, __file__, "--serve", name]
+        env["PYTHONPATH"] = str(folder)
+        command = [sys.executable, str(folder / "bench/offline.py"), "--serve", name]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.ask(job)
 
@@ -153,20 +156,23 @@ def main() -> None:
     args.add_argument("--threads", type=int, default=num_cores())
     args.add_argument("--vocab", type=int, default=49_152, help="prompts are random ids below this")
     args.add_argument("--set", action="append", default=[], metavar="a.b=c", help="an option of minivllm")
+    args.add_argument("--before", type=Path, metavar="FOLDER", help="a checkout of this project beside it instead")
     args.add_argument("--serve", choices=list(ENGINES), help="(internal) be one of the engines")
     args = args.parse_args()
     if args.serve:
         return serve(args.serve)
     names = ("model", "dtype", "input_len", "output_len", "threads")
     job = {name: getattr(args, name) for name in names} | {"overrides": parse_set(args.set)}
-    peers = {name: Peer(name, job) for name in ENGINES}
+    other = "transformers" if args.before is None else "before"
+    beside = Peer(other, job) if args.before is None else Peer("minivllm", job, args.before.resolve())
+    peers = {"minivllm": Peer("minivllm", job), other: beside}
     generator = np.random.default_rng(0)
     results = [compare(peers, num_reqs, args, generator) for num_reqs in args.num_reqs]
     for peer in peers.values():
         peer.close()
     for row in results:
         ratio = row["ratio"]
-        note(f"{row['num_reqs']:4} requests: {ratio['median']} x transformers ({ratio['min']} to {ratio['max']})")
+        note(f"{row['num_reqs']:4} requests: {ratio['median']} x {other} ({ratio['min']} to {ratio['max']})")
     emit("offline", job | {"rounds": args.rounds}, results, args.out)
 
 

@@ -74,10 +74,10 @@ class GroupedAttention:
         self.backends[layer.group].forward(q, k, v, kv, meta[layer.group], layer, out)
 
     def rope_and_attend(
-        self, qkv: Tensor, turn: Any, kv: Tensor, meta: list[Any], layer: AttentionSpec, out: Tensor
+        self, qkv: Tensor, rope: Any, kv: Tensor, meta: list[Any], layer: AttentionSpec, out: Tensor
     ) -> None:
         """For kinds that have it."""
-        self.backends[layer.group].rope_and_attend(qkv, turn, kv, meta[layer.group], layer, out)
+        self.backends[layer.group].rope_and_attend(qkv, rope, kv, meta[layer.group], layer, out)
 
 
 class HybridMeta(NamedTuple):

@@ -78,6 +78,12 @@ def test_offline_compares_with_transformers_on_the_same_tokens():
     assert row["ratio"]["median"] > 0 and set(row["tokens_per_second"]) == {"minivllm", "transformers"}
 
 
+def test_offline_compares_with_another_checkout():
+    args = ("--num-reqs", "1", "--rounds", "1", "--input-len", "8", "--output-len", "4", "--vocab", "500")
+    (row,) = run("offline.py", *args, "--model", "dummy:tiny", "--before", str(ROOT))["results"]
+    assert set(row["tokens_per_second"]) == {"minivllm", "before"} and row["equal_tokens"]["min"] == 4
+
+
 @pytest.mark.model
 def test_embed_compares_equal_vectors():
     (row,) = run("embed.py", "--num-texts", "8", "--longest", "12", "--rounds", "1")["results"]
