@@ -97,7 +97,9 @@ class InputBatch:
         return len(self.token_ids)
 
     def of_group(self, group: int) -> InputBatch:
-        """What the attention of one of several KV groups reads."""
+        """What the attention of one KV group reads. All of it, where there is one."""
+        if self.slot_mapping.ndim == 1:
+            return self
         return replace(self, slot_mapping=self.slot_mapping[group], block_tables=self.block_tables[group])
 
     def positions_of(self, tokens: np.ndarray, requests: np.ndarray) -> np.ndarray:

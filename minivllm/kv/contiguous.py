@@ -200,6 +200,7 @@ class ContiguousKVManager:
         )
 
     def most_blocks(self, num_slots: int) -> int:
+        """The shortest run that holds them; a reservation may be for more, but who has one never grows."""
         return 1 << _order(-(-num_slots // self.block_size))
 
     def check(self) -> None:

@@ -123,7 +123,7 @@ class DraftModelProposer:
         return self._run_forward(self._forward, batch)
 
     def _run_forward(self, forward: Callable[[InputBatch], Tensor], batch: InputBatch) -> Tensor:
-        own = batch.of_group(0) if self.own_kv and self.num_groups > 1 else batch
+        own = batch.of_group(0) if self.own_kv else batch
         return run_forward(forward, own, self.attention, self._caches, self.model.attention_layers)
 
     def _forward(self, batch: InputBatch) -> Tensor:

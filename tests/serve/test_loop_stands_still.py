@@ -147,30 +147,17 @@ def post(server, path, body):
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [pytest.param(path, body, id=f"{path}-{i}") for path, rows in GENERATING.items() for i, body in enumerate(rows)],
+    ("server", "path", "body"),
+    [
+        pytest.param(server, path, body, id=f"{server}-{path}-{i}")
+        for server, bodies in (("generating", GENERATING), ("embedding", EMBEDDING), ("classifying", CLASSIFYING))
+        for path, rows in bodies.items()
+        for i, body in enumerate(rows)
+    ],
 )
-def test_a_server_that_generates_never_stands_still(generating, watch, path, body):
+def test_a_server_never_stands_still(request, watch, server, path, body):
     limits = {"max_tokens": 1} if "completions" in path else {"n_predict": 1} if path == "/completion" else {}
-    post(generating, path, {**limits, **body})
-    watch.check()
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [pytest.param(path, body, id=f"{path}-{i}") for path, rows in EMBEDDING.items() for i, body in enumerate(rows)],
-)
-def test_a_server_that_embeds_never_stands_still(embedding, watch, path, body):
-    post(embedding, path, body)
-    watch.check()
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [pytest.param(path, body, id=f"{path}-{i}") for path, rows in CLASSIFYING.items() for i, body in enumerate(rows)],
-)
-def test_a_server_that_classifies_never_stands_still(classifying, watch, path, body):
-    post(classifying, path, body)
+    post(request.getfixturevalue(server), path, {**limits, **body})
     watch.check()
 
 
