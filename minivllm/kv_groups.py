@@ -13,7 +13,7 @@ in blocks of the same size, so `block_size` tokens of a request take one block o
 one flat list: [group 0's first block, group 1's first, ..., group 0's second, ...]. With one group that is a plain
 block table.
 
-A layer with a recurrent state (gated linear attention) keeps none of its tokens, and one state of fixed size. Its
+A layer with a recurrent state (linear attention, Mamba) keeps none of its tokens, and one state of fixed size. Its
 block is where that stands behind the block's last token, or behind the last token that there is. So it is a layer whose
 window is one token and the one before it: a table holds the block that is written and the one that is read, and a
 prefix is found where the block that ends it still stands, whatever has become of those before. A state is much larger
@@ -53,20 +53,35 @@ class Latent(NamedTuple):
         return self.rank + self.rope_size
 
 
-class GatedDelta(NamedTuple):
-    """The state of a layer of gated delta rule (Gated DeltaNet, Yang et al. 2025): of each value head a matrix that
-    maps keys to values, and the last inputs of a short convolution over q, k and v. All in float32."""
+class StateSpec(NamedTuple):
+    """The state of a layer of linear attention: of each value head a matrix that maps keys to values, and the last
+    inputs of a short convolution, whose channels are q, k and v. All in float32."""
 
     num_k_heads: int  # of q as well; a value head shares one with its neighbours
     num_v_heads: int
     k_size: int
     v_size: int
     kernel: int  # tokens that the convolution sees, the own among them
+    rule: Literal["gated_delta", "ssd"]  # how a token changes it (attention/state.py)
 
     @property
     def channels(self) -> int:
         """Numbers a token of q, k and v together."""
         return 2 * self.num_k_heads * self.k_size + self.num_v_heads * self.v_size
+
+    @property
+    def places(self) -> tuple[slice, slice, slice]:
+        """Of q, k and v among the channels, in the order of the checkpoints that have the rule."""
+        keys, values = self.num_k_heads * self.k_size, self.num_v_heads * self.v_size
+        if self.rule == "ssd":
+            return slice(values + keys, None), slice(values, values + keys), slice(values)
+        return slice(keys), slice(keys, 2 * keys), slice(2 * keys, None)
+
+    @property
+    def weights_shape(self) -> tuple[int, int]:
+        """Of what a layer knows of its channels: the convolution's taps, the own token's last; its bias; and how much
+        of a channel of v is added to what is answered."""
+        return self.kernel + 2, self.channels
 
     @property
     def num_matrix_floats(self) -> int:
@@ -156,7 +171,7 @@ def first_kept(num_tokens: int, window: Window, block_size: int) -> int:
     return 0 if window is None else max(0, num_tokens - window + 1) // READ * READ // block_size
 
 
-def block_size_for(state: GatedDelta, bytes_per_token: int, asked: int) -> int:
+def block_size_for(state: StateSpec, bytes_per_token: int, asked: int) -> int:
     """Tokens a block: as many as were asked for or, if a state needs more room, as it takes. bytes_per_token: of K and
     V in one layer."""
     needed = -(-4 * state.num_floats // bytes_per_token)

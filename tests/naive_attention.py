@@ -51,26 +51,34 @@ class NaiveHybridAttention(NaiveAttention):
         if layer.state is None:
             super().forward(q, k, v, kv, meta, layer, out)
         else:
-            delta_rule(q, k, v, layer, out)
+            take_tokens(q, k, v, layer, out)
 
 
-def delta_rule(qkv: Tensor, gates: Tensor, taps: Tensor, layer: AttentionSpec, out: Tensor) -> None:
-    """Token by token and head by head, from nothing (Gated DeltaNet, Yang et al. 2025)."""
+def take_tokens(qkv: Tensor, gates: Tensor, weights: Tensor, layer: AttentionSpec, out: Tensor) -> None:
+    """Token by token and head by head, from nothing: gated_delta (Gated DeltaNet, Yang et al. 2025) and ssd (Mamba-2,
+    Dao and Gu 2024)."""
     of, num_tokens = layer.state, len(qkv)
     inputs = torch.nn.functional.pad(qkv.float(), (0, 0, of.kernel - 1, 0))
-    mixed = torch.stack([(inputs[t : t + of.kernel] * taps).sum(0) for t in range(num_tokens)])
+    *taps, bias, skips = weights
+    mixed = torch.stack([(inputs[t : t + of.kernel] * torch.stack(taps)).sum(0) + bias for t in range(num_tokens)])
     mixed = mixed * mixed.sigmoid()
     width, share = of.num_k_heads * of.k_size, of.num_v_heads // of.num_k_heads
+    if of.rule == "ssd":  # v, k, q
+        swapped = torch.arange(of.channels).split([of.channels - 2 * width, width, width])
+        mixed, skips = (x[..., torch.cat(swapped[::-1])] for x in (mixed, skips))
     for h in range(of.num_v_heads):
         keys, values = slice(h // share * of.k_size, (h // share + 1) * of.k_size), slice(h * of.v_size, None)
         q, k = mixed[:, :width][:, keys], mixed[:, width : 2 * width][:, keys]
-        v = mixed[:, 2 * width :][:, values][:, : of.v_size]
-        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        v, skip = (x[..., 2 * width :][..., values][..., : of.v_size] for x in (mixed, skips))
+        if of.rule == "gated_delta":
+            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+            q = q / of.k_size**0.5
         known = torch.zeros(of.k_size, of.v_size)
         for t in range(num_tokens):
             known = known * gates[t, 0, h].exp()
-            known = known + torch.outer(k[t], gates[t, 1, h] * (v[t] - k[t] @ known))
-            out[t, h] = q[t] @ known / of.k_size**0.5
+            replaced = k[t] @ known if of.rule == "gated_delta" else 0
+            known = known + torch.outer(k[t], gates[t, 1, h] * (v[t] - replaced))
+            out[t, h] = q[t] @ known + skip * v[t]
 
 
 def naive_for(layers: list[AttentionSpec]) -> NaiveAttention | NaiveLatentAttention:

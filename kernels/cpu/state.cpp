@@ -1,12 +1,14 @@
-// The gated delta rule over states in pages (minivllm/attention/state.py has the rule, and the oracle): what a step's tokens
-// do to the states of their requests, and what these answer.
+// Recurrent states in pages (minivllm/attention/state.py has the two rules, and the oracle): what a step's tokens do to the
+// states of their requests, and what these answer.
 //
-// A task is a request with one key head and the value heads that share it: nobody else writes its matrices, or its
-// channels of the convolution's inputs. It takes tokens in blocks: the convolution of all first, then, of some columns of a
-// matrix that stay in the first-level cache meanwhile, token after token. Columns are independent: what a state says of a
-// key, how it is corrected and what it answers is one number each a column. All is computed in float. No torch header.
+// A task is a request with a key head and some of the value heads that share it: nobody else writes their matrices. It takes
+// tokens in blocks: the convolution of all first, then, of some columns of a matrix that stay in the first-level cache
+// meanwhile, token after token. Columns are independent: what a state says of a key, what is added and what it answers is one
+// number each a column. Where a key head has several tasks each convolves its q and k anew, so the last inputs, which they
+// begin with, are written when all are done. All is computed in float. No torch header.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "items.h"
@@ -24,13 +26,15 @@ struct Span {  // of one request's tokens: those that end in one block
 struct States {
   const void* qkv;        // [tokens][qkv_stride], of `kind`
   const float* gates;     // [tokens][2][value heads]
-  const float* taps;      // [kernel][channels]
+  const float* weights;   // [kernel + 2][channels]: taps, bias, and what of v is added to an answer
   char* pages;            // [blocks], each of page_bytes: matrices [value heads][keys][values], inputs [kernel - 1][channels]
   float* out;             // [tokens][value heads][values]
   const Span* spans;
   const int32_t* starts;  // [requests + 1]: which spans are whose
   int64_t qkv_stride, page_bytes, requests, key_heads, value_heads, keys, values, kernel;
-  int32_t kind;  // F32, F16 or BF16
+  int64_t q_at, k_at, v_at;  // among the channels
+  int32_t kind;      // F32, F16 or BF16
+  int32_t corrects;  // 1: gated_delta; 0: ssd
 
   int64_t channels() const { return 2 * key_heads * keys + value_heads * values; }
   float* matrix(int32_t block, int64_t head) const {
@@ -64,18 +68,20 @@ inline Floats silu(Floats x) {
   return x * (x < 0.0f ? e : splat(1.0f)) / (1.0f + e);
 }
 
-// to[c] = silu(sum over j of inputs[j][c] * taps[j][c]); taps have another stride.
-inline void convolve(const float* inputs, int64_t stride, const float* taps, int64_t channels, int64_t kernel, int64_t count,
+// to[c] = silu(weights[kernel][c] + sum over j of inputs[j][c] * weights[j][c]); weights have another stride.
+inline void convolve(const float* inputs, int64_t stride, const float* weights, int64_t channels, int64_t kernel, int64_t count,
                      float* to) {
+  const float* const bias = weights + kernel * channels;
   int64_t c = 0;
   for (; c + LANES <= count; c += LANES) {
-    Floats sum = {};
-    for (int64_t j = 0; j < kernel; j++) sum += load<Floats>(inputs + j * stride + c) * load<Floats>(taps + j * channels + c);
+    Floats sum = load<Floats>(bias + c);
+    for (int64_t j = 0; j < kernel; j++)
+      sum += load<Floats>(inputs + j * stride + c) * load<Floats>(weights + j * channels + c);
     store(to + c, silu(sum));
   }
   for (; c < count; c++) {
-    float sum = 0;
-    for (int64_t j = 0; j < kernel; j++) sum += inputs[j * stride + c] * taps[j * channels + c];
+    float sum = bias[c];
+    for (int64_t j = 0; j < kernel; j++) sum += inputs[j * stride + c] * weights[j * channels + c];
     to[c] = silu(sum);
   }
 }
@@ -94,75 +100,82 @@ inline void normalise(float* x, int64_t count, float scale) {
   for (i = 0; i < count; i++) x[i] *= factor;
 }
 
-// W vectors of columns, of one token. from: the matrix as it was, which may be `to`.
-template <int W>
+// W vectors of columns, of one token. from: the matrix as it was, which may be `to`. CORRECTS: by the delta rule. Two rows
+// at a time, with sums of their own: a sum waits for the one before it.
+template <int W, bool CORRECTS>
 inline void take(const float* from, float* to, int64_t values, const float* q, const float* k, int64_t keys, const float* v,
-                 float decay, float rate, float* out) {
-  Floats said[2][W] = {};  // two rows at a time: a sum waits for the one before it
-  int64_t i = 0;
-  for (; i + 2 <= keys; i += 2)
-    for (int r = 0; r < 2; r++)
-      for (int w = 0; w < W; w++) said[r][w] += load<Floats>(from + (i + r) * values + w * LANES) * k[i + r];
-  if (i < keys)
-    for (int w = 0; w < W; w++) said[0][w] += load<Floats>(from + i * values + w * LANES) * k[i];
-  Floats correction[W], answer[W] = {};
-  for (int w = 0; w < W; w++) correction[w] = (load<Floats>(v + w * LANES) - (said[0][w] + said[1][w]) * decay) * rate;
-  for (i = 0; i < keys; i++)
+                 float decay, float rate, const float* skip, float* out) {
+  Floats known[2][W] = {}, answer[2][W] = {}, added[W];
+  const auto each_row = [&](const auto& one) {
+    int64_t i = 0;
+    for (; i + 2 <= keys; i += 2) one(i, 0), one(i + 1, 1);
+    if (i < keys) one(i, 0);
+  };
+  if constexpr (CORRECTS)
+    each_row([&](int64_t i, int r) {
+      for (int w = 0; w < W; w++) known[r][w] += load<Floats>(from + i * values + w * LANES) * k[i];
+    });
+  for (int w = 0; w < W; w++) added[w] = (load<Floats>(v + w * LANES) - (known[0][w] + known[1][w]) * decay) * rate;
+  each_row([&](int64_t i, int r) {
     for (int w = 0; w < W; w++) {
-      const Floats x = load<Floats>(from + i * values + w * LANES) * decay + correction[w] * k[i];
+      const Floats x = load<Floats>(from + i * values + w * LANES) * decay + added[w] * k[i];
       store(to + i * values + w * LANES, x);
-      answer[w] += x * q[i];
+      answer[r][w] += x * q[i];
     }
-  for (int w = 0; w < W; w++) store(out + w * LANES, answer[w]);
+  });
+  for (int w = 0; w < W; w++)
+    store(out + w * LANES, answer[0][w] + answer[1][w] + load<Floats>(skip + w * LANES) * load<Floats>(v + w * LANES));
 }
 
 // The same of one column.
+template <bool CORRECTS>
 inline void take_one(const float* from, float* to, int64_t values, const float* q, const float* k, int64_t keys, float v,
-                     float decay, float rate, float* out) {
-  float said = 0, answer = 0;
-  for (int64_t i = 0; i < keys; i++) said += from[i * values] * k[i];
-  const float correction = (v - said * decay) * rate;
+                     float decay, float rate, float skip, float* out) {
+  float known = 0, answer = 0;
+  for (int64_t i = 0; i < keys && CORRECTS; i++) known += from[i * values] * k[i];
+  const float added = (v - known * decay) * rate;
   for (int64_t i = 0; i < keys; i++) {
-    const float x = from[i * values] * decay + correction * k[i];
+    const float x = from[i * values] * decay + added * k[i];
     to[i * values] = x;
     answer += x * q[i];
   }
-  *out = answer;
+  *out = answer + skip * v;
 }
 
-// `count` tokens of one value head. mixed: of the first, each `stride` further; out likewise.
+// `count` tokens of one value head. mixed: of the first, each `stride` further; out likewise. skip: of the head.
+template <bool CORRECTS>
 inline void take_all(const States& of, const float* from, float* to, const float* mixed, int64_t stride, int64_t v_at,
-                     const float* decays, const float* rates, int64_t count, float* out) {
-  const int64_t values = of.values, step = of.value_heads * values;
-  const auto each_token = [&](int64_t at, const auto& one) {
+                     const float* decays, const float* rates, const float* skip, int64_t count, float* out) {
+  const int64_t values = of.values, keys = of.keys, step = of.value_heads * values;
+  int64_t at = 0;
+  const auto each_token = [&](const auto& one) {
     for (int64_t t = 0; t < count; t++) {
       const float* const q = mixed + t * stride;
-      one((t == 0 ? from : to) + at, q, q + of.keys, q + v_at + at, decays[t], rates[t], out + t * step + at);
+      one((t == 0 ? from : to) + at, q, q + keys, q + v_at + at, decays[t], rates[t], out + t * step + at);
     }
   };
-  int64_t at = 0;
-  for (; at + 4 * LANES <= values; at += 4 * LANES)
-    each_token(at, [&](const float* here, const float* q, const float* k, const float* v, float decay, float rate, float* y) {
-      take<4>(here, to + at, values, q, k, of.keys, v, decay, rate, y);
-    });
-  for (; at + LANES <= values; at += LANES)
-    each_token(at, [&](const float* here, const float* q, const float* k, const float* v, float decay, float rate, float* y) {
-      take<1>(here, to + at, values, q, k, of.keys, v, decay, rate, y);
-    });
+  const auto columns = [&](auto width) {
+    constexpr int W = decltype(width)::value;
+    for (; at + W * LANES <= values; at += W * LANES)
+      each_token([&](const float* here, const float* q, const float* k, const float* v, float decay, float rate, float* y) {
+        take<W, CORRECTS>(here, to + at, values, q, k, keys, v, decay, rate, skip + at, y);
+      });
+  };
+  columns(std::integral_constant<int, 4>{}), columns(std::integral_constant<int, 2>{}), columns(std::integral_constant<int, 1>{});
   for (; at < values; at++)
-    each_token(at, [&](const float* here, const float* q, const float* k, const float* v, float decay, float rate, float* y) {
-      take_one(here, to + at, values, q, k, of.keys, *v, decay, rate, y);
+    each_token([&](const float* here, const float* q, const float* k, const float* v, float decay, float rate, float* y) {
+      take_one<CORRECTS>(here, to + at, values, q, k, keys, *v, decay, rate, skip[at], y);
     });
 }
 
+// A request's tokens, in value heads `first` to `end` of a key head. Each span reads what the one before it wrote.
 template <Kind K>
-void take_span(const States& of, const Span& span, int64_t head) {
+void take_request(const States& of, const Span* spans, const Span* last, int64_t head, int64_t first, int64_t end) {
   static thread_local Rows own;
-  const int64_t share = of.value_heads / of.key_heads, before = of.kernel - 1, channels = of.channels();
-  const Part parts[3] = {{head * of.keys, of.keys},
-                         {(of.key_heads + head) * of.keys, of.keys},
-                         {2 * of.key_heads * of.keys + head * share * of.values, share * of.values}};
-  const int64_t stride = 2 * of.keys + share * of.values;
+  const int64_t before = of.kernel - 1, channels = of.channels(), stride = 2 * of.keys + (end - first) * of.values;
+  const Part parts[3] = {{of.q_at + head * of.keys, of.keys},
+                         {of.k_at + head * of.keys, of.keys},
+                         {of.v_at + first * of.values, (end - first) * of.values}};
   own.inputs.resize((before + TOKENS) * stride), own.mixed.resize(TOKENS * stride);
   own.decays.resize(TOKENS), own.rates.resize(TOKENS);
   const auto each_part = [&](const auto& one) {
@@ -172,44 +185,75 @@ void take_span(const States& of, const Span& span, int64_t head) {
   for (int64_t j = 0; j < before; j++)
     each_part([&](int64_t from, int64_t at, int64_t size) {
       float* const to = own.inputs.data() + j * stride + at;
-      if (span.read < 0) std::fill_n(to, size, 0.0f);
-      else std::copy_n(of.inputs(span.read) + j * channels + from, size, to);
+      if (spans->read < 0) std::fill_n(to, size, 0.0f);
+      else std::copy_n(of.inputs(spans->read) + j * channels + from, size, to);
     });
-  for (int64_t h = 0; h < share && span.read < 0; h++)
-    std::fill_n(of.matrix(span.write, head * share + h), of.keys * of.values, 0.0f);
-  for (int64_t first = span.first; first < span.end; first += TOKENS) {
-    const int64_t count = std::min<int64_t>(TOKENS, span.end - first);
-    for (int64_t t = 0; t < count; t++) {
-      const char* const row = static_cast<const char*>(of.qkv) + (first + t) * of.qkv_stride * item_size(K);
-      each_part([&](int64_t from, int64_t at, int64_t size) {
-        widen<K>(row + from * item_size(K), size, own.inputs.data() + (before + t) * stride + at);
-      });
-    }
-    for (int64_t t = 0; t < count; t++) {
-      float* const mixed = own.mixed.data() + t * stride;
-      each_part([&](int64_t from, int64_t at, int64_t size) {
-        convolve(own.inputs.data() + t * stride + at, stride, of.taps + from, channels, of.kernel, size, mixed + at);
-      });
-      normalise(mixed, of.keys, 1.0f / std::sqrt(float(of.keys)));
-      normalise(mixed + of.keys, of.keys, 1.0f);
-    }
-    for (int64_t h = 0; h < share; h++) {
-      const int64_t value_head = head * share + h;
+  for (; spans < last; spans++) {
+    if (spans->read < 0)
+      std::fill_n(of.matrix(spans->write, first), (end - first) * of.keys * of.values, 0.0f);
+    for (int64_t row = spans->first; row < spans->end; row += TOKENS) {
+      const int64_t count = std::min<int64_t>(TOKENS, spans->end - row);
       for (int64_t t = 0; t < count; t++) {
-        const float* const gates = of.gates + (first + t) * 2 * of.value_heads + value_head;
-        own.decays[t] = std::exp(gates[0]), own.rates[t] = gates[of.value_heads];
+        const char* const qkv = static_cast<const char*>(of.qkv) + (row + t) * of.qkv_stride * item_size(K);
+        each_part([&](int64_t from, int64_t at, int64_t size) {
+          widen<K>(qkv + from * item_size(K), size, own.inputs.data() + (before + t) * stride + at);
+        });
       }
-      float* const to = of.matrix(span.write, value_head);
-      const float* const from = first == span.first && span.read >= 0 ? of.matrix(span.read, value_head) : to;
-      take_all(of, from, to, own.mixed.data(), stride, 2 * of.keys + h * of.values, own.decays.data(), own.rates.data(), count,
-               of.out + (first * of.value_heads + value_head) * of.values);
+      for (int64_t t = 0; t < count; t++) {
+        float* const mixed = own.mixed.data() + t * stride;
+        each_part([&](int64_t from, int64_t at, int64_t size) {
+          convolve(own.inputs.data() + t * stride + at, stride, of.weights + from, channels, of.kernel, size, mixed + at);
+        });
+        if (!of.corrects) continue;
+        normalise(mixed, of.keys, 1.0f / std::sqrt(float(of.keys)));
+        normalise(mixed + of.keys, of.keys, 1.0f);
+      }
+      for (int64_t h = first; h < end; h++) {
+        for (int64_t t = 0; t < count; t++) {
+          const float* const gates = of.gates + (row + t) * 2 * of.value_heads + h;
+          own.decays[t] = std::exp(gates[0]), own.rates[t] = gates[of.value_heads];
+        }
+        float* const to = of.matrix(spans->write, h);
+        const float* const from = row == spans->first && spans->read >= 0 ? of.matrix(spans->read, h) : to;
+        const float* const skip = of.weights + (of.kernel + 1) * channels + of.v_at + h * of.values;
+        const auto take = of.corrects ? take_all<true> : take_all<false>;
+        take(of, from, to, own.mixed.data(), stride, 2 * of.keys + (h - first) * of.values, own.decays.data(), own.rates.data(),
+             skip, count, of.out + (row * of.value_heads + h) * of.values);
+      }
+      std::copy_n(own.inputs.data() + count * stride, before * stride, own.inputs.data());  // forwards: they may overlap
     }
-    std::copy_n(own.inputs.data() + count * stride, before * stride, own.inputs.data());  // forwards: they may overlap
   }
-  for (int64_t j = 0; j < before; j++)
-    each_part([&](int64_t from, int64_t at, int64_t size) {
-      std::copy_n(own.inputs.data() + j * stride + at, size, of.inputs(span.write) + j * channels + from);
-    });
+}
+
+// Behind a request's spans the last inputs of the convolution. Several tasks read those that were there.
+template <Kind K>
+void leave_inputs(const States& of, const Span* spans, const Span* last) {
+  const int64_t before = of.kernel - 1, channels = of.channels();
+  for (; spans < last; spans++) {
+    const int64_t added = std::min<int64_t>(before, spans->end - spans->first), kept = before - added;
+    float* const to = of.inputs(spans->write);
+    if (spans->read < 0) std::fill_n(to, kept * channels, 0.0f);
+    else std::copy_n(of.inputs(spans->read) + added * channels, kept * channels, to);  // forwards: they may overlap
+    for (int64_t j = 0; j < added; j++) {
+      const int64_t row = spans->end - added + j;
+      widen<K>(static_cast<const char*>(of.qkv) + row * of.qkv_stride * item_size(K), channels, to + (kept + j) * channels);
+    }
+  }
+}
+
+template <Kind K>
+void take_step(const States& of, minivllm_parallel parallel, int64_t num_threads) {
+  const int64_t share = of.value_heads / of.key_heads, pairs = std::max<int64_t>(1, of.requests * of.key_heads);
+  const int64_t wanted = std::clamp<int64_t>((2 * num_threads + pairs - 1) / pairs, 1, share);
+  const int64_t heads = (share + wanted - 1) / wanted, tasks = (share + heads - 1) / heads;  // of a task; of a key head
+  const auto take = [&](int64_t i) {
+    const int64_t request = i / tasks / of.key_heads, head = i / tasks % of.key_heads, first = head * share + i % tasks * heads;
+    const int64_t end = std::min(first + heads, (head + 1) * share);
+    take_request<K>(of, of.spans + of.starts[request], of.spans + of.starts[request + 1], head, first, end);
+  };
+  const auto leave = [&](int64_t r) { leave_inputs<K>(of, of.spans + of.starts[r], of.spans + of.starts[r + 1]); };
+  each(of.requests * of.key_heads * tasks, take, parallel, num_threads);
+  each(of.requests, leave, parallel, num_threads);
 }
 
 }  // namespace minivllm
@@ -217,13 +261,7 @@ void take_span(const States& of, const Span& span, int64_t head) {
 // parallel: as minivllm_mask's.
 extern "C" void minivllm_take(const minivllm::States* of, minivllm_parallel parallel, int64_t num_threads) {
   using namespace minivllm;
-  const auto work = [&](int64_t i) {
-    const int64_t request = i / of->key_heads, head = i % of->key_heads;
-    for (int64_t s = of->starts[request]; s < of->starts[request + 1]; s++) {
-      if (of->kind == F32) take_span<F32>(*of, of->spans[s], head);
-      else if (of->kind == F16) take_span<F16>(*of, of->spans[s], head);
-      else take_span<BF16>(*of, of->spans[s], head);
-    }
-  };
-  each(of->requests * of->key_heads, work, parallel, num_threads);
+  if (of->kind == F32) take_step<F32>(*of, parallel, num_threads);
+  else if (of->kind == F16) take_step<F16>(*of, parallel, num_threads);
+  else take_step<BF16>(*of, parallel, num_threads);
 }

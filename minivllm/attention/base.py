@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from minivllm.kv_groups import FULL, LATENT, STATE, GatedDelta, Latent, LayerKind
+from minivllm.kv_groups import FULL, LATENT, STATE, Latent, LayerKind, StateSpec
 
 if TYPE_CHECKING:
     from minivllm.batch import InputBatch
@@ -37,7 +37,7 @@ class AttentionSpec:
     row_wise: bool = False  # the bits of a query's result may not depend on what is computed beside it (cpu.py)
     causal: bool = True  # False: every token sees every other (encoders); attention/packed.py alone can do that
     latent: Latent | None = None  # what is kept of a token in the place of K and V (attention/latent.py)
-    state: GatedDelta | None = None  # what is kept of all tokens in that place (attention/state.py); then the heads are
+    state: StateSpec | None = None  # what is kept of all tokens in that place (attention/state.py); then the heads are
     # those of the attention layers beside it, whose pages it shares
     group: int = field(default=0, hash=False)  # the KV group whose block tables it reads (attention/groups.py)
 
@@ -166,13 +166,13 @@ class StateBackend(Protocol):
     def prepare(self, batch: InputBatch) -> Any: ...
 
     def forward(
-        self, qkv: Tensor, gates: Tensor, taps: Tensor, kv: Tensor, meta: Any, layer: AttentionSpec, out: Tensor
+        self, qkv: Tensor, gates: Tensor, weights: Tensor, kv: Tensor, meta: Any, layer: AttentionSpec, out: Tensor
     ) -> None:
         """Take each request's tokens into its state, which is read from its block tables and written to them, behind
         every block that the tokens fill and behind the last of them.
 
-        qkv [T, channels]: of q's heads, k's and v's, before the convolution. gates [T, 2, value heads] float32: the
-        logarithm of what is left of the state, and how much of what it says of a key is replaced. taps [kernel,
-        channels] float32: of the convolution, the own token's last. out [T, value heads, value size] float32: what the
-        state answers to q."""
+        qkv [T, channels]: q's heads, k's and v's (StateSpec.places), before the convolution. gates [T, 2, value heads]
+        float32: the logarithm of what is left of the state, and how much of v is taken into it. weights [kernel + 2,
+        channels] float32 (StateSpec.weights_shape). out [T, value heads, value size] float32: what the state answers
+        to q."""
         ...

@@ -1,15 +1,18 @@
-"""Layers with a recurrent state, the gated delta rule (Gated DeltaNet, Yang, Kautz and Hatamizadeh 2025): the oracle,
-and the chunked form.
+"""Layers with a recurrent state, in two rules: the oracle, and the chunked form.
 
 A layer keeps of a request a matrix S [key size, value size] for each value head, which maps keys to values. Token by
-token, with its decay a and its rate b, both in (0, 1):
+token, with its decay a, in (0, 1), and its rate b:
 
-    S <- a S                        what is known fades
-    S <- S + b k (v - k S)          what S says of k is replaced by v: the delta rule
-    out = q S
+    S <- a S                    what is known fades
+    S <- S + b k (v - k S)      gated_delta: what S says of k is replaced by v, or the part b of it
+    S <- S + b k v              ssd: v is added
+    out = q S + d v             d: of the channel, whatever the token
 
-q, k and v come out of a short causal convolution with SiLU, q and k at unit length, q divided by the root of its size
-(transformers, modeling_qwen3_5.py). All is computed in float32.
+gated_delta is the gated delta rule (Gated DeltaNet, Yang, Kautz and Hatamizadeh 2025), in which d is 0; q and k have
+unit length, and q is divided by the root of its size (transformers, modeling_qwen3_5.py). ssd is Mamba-2's (state space
+duality, Dao and Gu 2024), whose names are C for q, B for k, x for v, dt for b, exp(A dt) for a, D for d and heads in
+groups for those that share keys. q, k and v come out of a short causal convolution with SiLU. All is computed in
+float32.
 
 Where a state stands: a block's page has the state behind the block's last token (kv_groups.py). A request's tokens are
 cut where they cross into another block, and each cut reads the state of the block before and leaves its own behind, so
@@ -29,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.attention.base import AttentionSpec, KVSpec
-from minivllm.kv_groups import GatedDelta
+from minivllm.kv_groups import StateSpec
 
 if TYPE_CHECKING:
     from minivllm.batch import InputBatch
@@ -74,23 +77,26 @@ class StateReference:
         return Meta(ones, others, batch.num_tokens)
 
     def forward(
-        self, qkv: Tensor, gates: Tensor, taps: Tensor, kv: Tensor, meta: Meta, layer: AttentionSpec, out: Tensor
+        self, qkv: Tensor, gates: Tensor, weights: Tensor, kv: Tensor, meta: Meta, layer: AttentionSpec, out: Tensor
     ) -> None:
         state = state_of(layer)
-        pages = Pages(kv, self.block_axis, state)
+        pages, skip = Pages(kv, self.block_axis, state), skip_of(weights, state)
         for span in (*meta.ones, *meta.others):
             kept = pages.read(span.read)
-            q, k, v, inputs = heads_of(qkv[span.rows], kept.inputs, taps, state)
-            out[span.rows], matrices = self.take(kept.matrices, q, k, v, gates[span.rows])
+            q, k, v, inputs = heads_of(qkv[span.rows], kept.inputs, weights, state)
+            answers, matrices = self.take(state.rule, kept.matrices, q, k, v, gates[span.rows])
+            out[span.rows] = answers + skip * v
             pages.write(span.write, Kept(matrices, inputs))
         out[meta.num_tokens :] = 0  # padding rows: nobody reads them, but they pass through the layers that follow
 
-    def take(self, matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    def take(
+        self, rule: str, matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """matrices [H, key size, value size]; q, k [n, H, key size]; v [n, H, value size]; gates [n, 2, H] -> what is
-        answered [n, H, value size], and the matrices then."""
+        answered [n, H, value size], without d v, and the matrices then."""
         answers = []
         for i in range(len(q)):
-            answer, matrices = step(matrices, q[i], k[i], v[i], gates[i])
+            answer, matrices = step(rule, matrices, q[i], k[i], v[i], gates[i])
             answers.append(answer)
         return torch.stack(answers), matrices
 
@@ -99,28 +105,30 @@ class StateChunked(StateReference):
     """Requests of one token all at once, the tokens of others in chunks: products of matrices."""
 
     def forward(
-        self, qkv: Tensor, gates: Tensor, taps: Tensor, kv: Tensor, meta: Meta, layer: AttentionSpec, out: Tensor
+        self, qkv: Tensor, gates: Tensor, weights: Tensor, kv: Tensor, meta: Meta, layer: AttentionSpec, out: Tensor
     ) -> None:
-        super().forward(qkv, gates, taps, kv, meta._replace(ones=()), layer, out)
+        super().forward(qkv, gates, weights, kv, meta._replace(ones=()), layer, out)
         if not meta.ones:
             return
         state = state_of(layer)
         pages, rows = Pages(kv, self.block_axis, state), [span.first for span in meta.ones]
         kept = zip(*(pages.read(span.read) for span in meta.ones), strict=True)
         matrices, before = map(torch.stack, kept)
-        q, k, v, inputs = heads_of(qkv[rows, None], before, taps, state)
-        answers, matrices = step(matrices, q[:, 0], k[:, 0], v[:, 0], gates[rows])
-        out[rows] = answers
+        q, k, v, inputs = heads_of(qkv[rows, None], before, weights, state)
+        answers, matrices = step(state.rule, matrices, q[:, 0], k[:, 0], v[:, 0], gates[rows])
+        out[rows] = answers + skip_of(weights, state) * v[:, 0]
         for span, *own in zip(meta.ones, matrices, inputs, strict=True):
             pages.write(span.write, Kept(*own))
 
-    def take(self, matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    def take(
+        self, rule: str, matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if len(q) <= FEW:
-            return super().take(matrices, q, k, v, gates)
+            return super().take(rule, matrices, q, k, v, gates)
         answers = []
         for first in range(0, len(q), CHUNK):
             own = slice(first, first + CHUNK)
-            answer, matrices = take_chunk(matrices, q[own], k[own], v[own], gates[own])
+            answer, matrices = take_chunk(rule, matrices, q[own], k[own], v[own], gates[own])
             answers.append(answer)
         return torch.cat(answers), matrices
 
@@ -139,7 +147,7 @@ class Pages:
     """A layer's tensor of the cache as pages of states. A page is one run of memory, or several where K and V,
     or their heads, lie apart."""
 
-    def __init__(self, kv: Tensor, block_axis: int, state: GatedDelta):
+    def __init__(self, kv: Tensor, block_axis: int, state: StateSpec):
         floats = kv.flatten(block_axis + 1).view(torch.float32)
         apart = floats.flatten(0, block_axis - 1) if block_axis else floats[None]
         self.runs = apart.transpose(0, 1)  # [num_blocks, runs, floats]
@@ -179,20 +187,26 @@ def spans_of(batch: InputBatch, block_size: int) -> Iterator[list[Span]]:
 # ---------------------------------------------------------------------------------------------------- what is computed
 
 
-def state_of(layer: AttentionSpec) -> GatedDelta:
+def state_of(layer: AttentionSpec) -> StateSpec:
     assert layer.state is not None, layer
     return layer.state
 
 
-def heads_of(qkv: Tensor, before: Tensor, taps: Tensor, state: GatedDelta) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The convolution and what is made of it. qkv [.., n, channels], before [.., kernel - 1, channels], taps [kernel,
-    channels] -> q and k [.., n, H, key size], v [.., n, H, value size], and the last kernel - 1 inputs."""
+def skip_of(weights: Tensor, state: StateSpec) -> Tensor:
+    """[H, value size]: d."""
+    return weights[-1, state.places[2]].view(state.num_v_heads, state.v_size)
+
+
+def heads_of(qkv: Tensor, before: Tensor, weights: Tensor, state: StateSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The convolution and what is made of it. qkv [.., n, channels], before [.., kernel - 1, channels], weights
+    [kernel + 2, channels] -> q and k [.., n, H, key size], v [.., n, H, value size], and the last kernel - 1 inputs."""
     n, inputs = qkv.shape[-2], torch.cat((before, qkv.float()), -2)
-    mixed = sum(inputs[..., j : j + n, :] * taps[j] for j in range(state.kernel))
-    of_keys = state.num_k_heads * state.k_size
-    q, k, v = F.silu(mixed).split([of_keys, of_keys, state.num_v_heads * state.v_size], -1)
-    q, k = (unit(x.unflatten(-1, (state.num_k_heads, state.k_size))) for x in (q, k))
-    q, k = (x.repeat_interleave(state.num_v_heads // state.num_k_heads, -2) for x in (q * state.k_size**-0.5, k))
+    mixed = sum((inputs[..., j : j + n, :] * weights[j] for j in range(state.kernel)), weights[state.kernel])
+    q, k, v = (F.silu(mixed)[..., place] for place in state.places)
+    q, k = (x.unflatten(-1, (state.num_k_heads, state.k_size)) for x in (q, k))
+    if state.rule == "gated_delta":
+        q, k = unit(q) * state.k_size**-0.5, unit(k)
+    q, k = (x.repeat_interleave(state.num_v_heads // state.num_k_heads, -2) for x in (q, k))
     return q, k, v.unflatten(-1, (state.num_v_heads, state.v_size)), inputs[..., n:, :]
 
 
@@ -200,31 +214,36 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
 
 
-def step(matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+def step(rule: str, matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
     """One token. matrices [.., H, key size, value size]; q, k [.., H, key size]; v [.., H, value size]; gates [.., 2,
     H] -> what is answered [.., H, value size], and the matrices then."""
     decay, rate = gates[..., 0, :, None].exp(), gates[..., 1, :, None]
     matrices = matrices * decay[..., None]
-    correction = rate * (v - torch.einsum("...k,...kv->...v", k, matrices))
-    matrices = matrices + k[..., None] * correction[..., None, :]
+    known = torch.einsum("...k,...kv->...v", k, matrices) if rule == "gated_delta" else 0
+    matrices = matrices + k[..., None] * (rate * (v - known))[..., None, :]
     return torch.einsum("...k,...kv->...v", q, matrices), matrices
 
 
-def take_chunk(matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """As StateReference.take, by products: the corrections of the chunk's tokens follow from each other by a triangular
-    system, and once it is solved every token's answer is a sum (Yang et al. 2024, "Parallelizing Linear Transformers
-    with the Delta Rule over Sequence Length", with decay as in Gated DeltaNet, section 3.3).
+def take_chunk(rule: str, matrices: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """As StateReference.take, by products: with what each of the chunk's tokens adds, every answer is a sum (Dao and Gu
+    2024, section 6). By the delta rule what they add follows from each other, by a triangular system (Yang et al. 2024,
+    "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", with decay as in Gated DeltaNet,
+    section 3.3).
 
-    With G_i the sum of the decays' logarithms up to i, S that of the chunk's beginning, and u_i the correction of token
-    i: S_i = exp(G_i) S + sum over j <= i of exp(G_i - G_j) k_j u_j, and u_i = b_i (v_i - k_i S_(i-1) exp(g_i))."""
+    With G_i the sum of the decays' logarithms up to i, S that of the chunk's beginning, and u_i what token i adds:
+    S_i = exp(G_i) S + sum over j <= i of exp(G_i - G_j) k_j u_j, and u_i = b_i v_i, or b_i (v_i - k_i S_(i-1)
+    exp(g_i))."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, n, size]
     total, rate = gates[:, 0].T.double().cumsum(-1), gates[:, 1].T[..., None]  # [H, n], of which differences count
     fade = (total[:, :, None] - total[:, None, :]).tril().float().exp().tril()  # [H, n, n]: from j to i
     faded = total.float().exp()[..., None]
-    system = torch.eye(k.shape[1], device=k.device) + (rate * (k @ k.mT) * fade).tril(-1)
-    wanted = rate * (v - (k * faded) @ matrices)
-    corrections = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    answers = (q * faded) @ matrices + ((q @ k.mT) * fade) @ corrections
+    if rule == "gated_delta":
+        system = torch.eye(k.shape[1], device=k.device) + (rate * (k @ k.mT) * fade).tril(-1)
+        wanted = rate * (v - (k * faded) @ matrices)
+        added = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    else:
+        added = rate * v
+    answers = (q * faded) @ matrices + ((q @ k.mT) * fade) @ added
     left = (total[:, -1:] - total).float().exp()[..., None]  # of each token's, at the chunk's end
-    matrices = faded[:, -1:] * matrices + (k * left).mT @ corrections
+    matrices = faded[:, -1:] * matrices + (k * left).mT @ added
     return answers.transpose(0, 1), matrices

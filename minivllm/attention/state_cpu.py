@@ -37,7 +37,7 @@ class StateCPU:
         return _Step(np.array(spans, np.int32).reshape(-1, 4), starts, batch.num_tokens)
 
     def forward(
-        self, qkv: Tensor, gates: Tensor, taps: Tensor, kv: Tensor, meta: _Step, layer: AttentionSpec, out: Tensor
+        self, qkv: Tensor, gates: Tensor, weights: Tensor, kv: Tensor, meta: _Step, layer: AttentionSpec, out: Tensor
     ) -> None:
-        kernel.take(qkv, gates, taps, kv, meta.spans, meta.starts, state_of(layer), out)
+        kernel.take(qkv, gates, weights, kv, meta.spans, meta.starts, state_of(layer), out)
         out[meta.num_tokens :] = 0  # padding rows: nobody reads them, but they pass through the layers that follow

@@ -117,14 +117,14 @@ def attend_latent(q: Tensor, latent: Tensor, expand: Tensor, value_size: int, la
     return out
 
 
-def attend_state(qkv: Tensor, gates: Tensor, taps: Tensor, value_size: int, layer: int) -> Tensor:
+def attend_state(qkv: Tensor, gates: Tensor, weights: Tensor, value_size: int, layer: int) -> Tensor:
     """The same in a layer with a recurrent state (attention/base.py: StateBackend). qkv [T, channels], gates [T, 2,
-    heads] float32, taps [kernel, channels] float32 -> [T, heads, value_size] float32."""
+    heads] float32, weights [kernel + 2, channels] float32 -> [T, heads, value_size] float32."""
     out = gates.new_empty(gates.shape[0], gates.shape[2], value_size)
     if _current.get(None) is None:
-        _attend_op(qkv, gates, taps, out, layer)
+        _attend_op(qkv, gates, weights, out, layer)
     else:
-        aside(_attend_into, qkv, gates, taps, out, layer=layer)
+        aside(_attend_into, qkv, gates, weights, out, layer=layer)
     return out
 
 

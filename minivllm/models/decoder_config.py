@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from minivllm.models.spec import ConfigReader, ModelSpec, RopeSpec
+from minivllm.kv_groups import StateSpec
+from minivllm.models.spec import FULL, ConfigReader, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,14 @@ class DecoderSpec(ModelSpec):
     logit_scale: float = 1.0
     logit_cap: float | None = None
     rotated: tuple[bool, ...] = ()  # of each layer: whether q and k are; empty: of all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridSpec(DecoderSpec):
+    """Of hybrid.py's networks."""
+
+    state: StateSpec
+    linear: tuple[bool, ...]  # of each layer: whether it keeps a state, and no K and V
 
 
 S = TypeVar("S", bound=DecoderSpec)
@@ -95,9 +104,21 @@ def rotary_size(reader: ConfigReader, head_size: int, part: float = 1.0) -> int:
     return size
 
 
+def linear_layers(reader: ConfigReader, default: Sequence[str]) -> tuple[bool, ...]:
+    """Of each layer, whether `layer_types` says that it keeps a state; default: what they are where it is missing."""
+    count, types = reader.num_layers(), reader.config.get("layer_types") or default
+    if len(types) != count or set(types) - {*LINEAR, *FULL_NAMES}:
+        raise reader.fail(f"layer_types must name {LINEAR[0]} or {FULL} for {count} layers")
+    if not set(types) - set(LINEAR):
+        raise reader.fail("no layer has attention: a model of states alone is not supported")
+    return tuple(kind in LINEAR for kind in types)
+
+
 def only_silu(reader: ConfigReader) -> None:
     if (act := reader.config.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise reader.fail(f'hidden_act "{act}" is not supported, only "silu"')
 
 
 PARTIAL = "partial_rotary_factor"
+# What `layer_types` calls layers with a state, and others: in transformers 5, and what Mamba's configs had before.
+LINEAR, FULL_NAMES = ("linear_attention", "mamba"), (FULL, "attention")

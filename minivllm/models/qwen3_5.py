@@ -9,7 +9,7 @@ The text model of the models that see is read too; what they see with is left in
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,30 +18,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minivllm.attention.base import AttentionSpec
 from minivllm.compile.context import attend, attend_state
-from minivllm.errors import ModelError
 from minivllm.layers import sharded
 from minivllm.layers.linear import QuantMethod, empty_parameter
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.rotary import PairedRotaryEmbedding
 from minivllm.models.checkpoint import WeightMap
-from minivllm.models.decoder import ATTENTION_WEIGHTS, ENDS, MLP, MLP_WEIGHTS, Decoder, attention_layers, make_lm_head
+from minivllm.models.decoder import ATTENTION_WEIGHTS, ENDS, MLP_WEIGHTS
 from minivllm.models.gemma3 import HeadNorm, Norm
+from minivllm.models.hybrid import Convolution, HybridDecoder
 from minivllm.models.qwen3_5_config import Qwen35Spec, read_config
-from minivllm.parallel.group import ONE_DEVICE, Ranks
+from minivllm.models.rope_decoder import PreNormLayer
+from minivllm.parallel.group import Ranks
 
 __all__ = ["Qwen35Model", "read_config"]
 
 STATE_WEIGHTS = {
-    "linear_attn": ("linear", ""),
-    "linear_attn.in_proj_qkv": ("linear.qkvz", "qkv"),
-    "linear_attn.in_proj_z": ("linear.qkvz", "z"),
-    "linear_attn.in_proj_b": ("linear.ba", "b"),
-    "linear_attn.in_proj_a": ("linear.ba", "a"),
-    "linear_attn.conv1d": ("linear.conv", ""),
-    "linear_attn.norm": ("linear.norm", ""),
-    "linear_attn.out_proj": ("linear.o", ""),
+    "linear_attn": ("attention", ""),
+    "linear_attn.in_proj_qkv": ("attention.qkvz", "qkv"),
+    "linear_attn.in_proj_z": ("attention.qkvz", "z"),
+    "linear_attn.in_proj_b": ("attention.ba", "b"),
+    "linear_attn.in_proj_a": ("attention.ba", "a"),
+    "linear_attn.conv1d": ("attention.conv", ""),
+    "linear_attn.norm": ("attention.norm", ""),
+    "linear_attn.out_proj": ("attention.out", ""),
 }
 LAYER = ATTENTION_WEIGHTS | STATE_WEIGHTS | {"post_attention_layernorm": ("mlp_norm", "")} | MLP_WEIGHTS
 NOT_TEXT = ("model.visual.", "mtp.")  # what it sees with, and layers that guess the token after the next
@@ -93,95 +92,43 @@ class LinearAttention(nn.Module):
         linear = partial(sharded.column_linear, ranks, size, bias=False, dtype=dtype, method=method)
         self.qkvz = linear({"qkv": self.state.channels, "z": values})
         self.ba = linear({"b": heads, "a": heads})
-        self.conv = Convolution(self.state.channels, self.state.kernel, dtype)
+        self.conv = Convolution(self.state, bias=False, dtype=dtype)
         self.A_log = empty_parameter(heads, dtype=torch.float32)
         self.dt_bias = empty_parameter(heads, dtype=torch.float32)
         self.norm = RMSNorm(self.state.v_size, spec.norm_eps, torch.float32)
-        self.o = sharded.row_linear(ranks, values, size, bias=False, dtype=dtype, method=method)
+        self.out = sharded.row_linear(ranks, values, size, bias=False, dtype=dtype, method=method)
+
+    def finish(self) -> None:
+        nothing = self.A_log.new_zeros(self.state.num_v_heads)
+        self.register_buffer("weights", self.conv.with_skip(nothing), persistent=False)
 
     def forward(self, x: Tensor, rotate: Any) -> Tensor:
-        """A state knows the order of its tokens: nothing is rotated."""
         qkv, z = self.qkvz(x).split([self.state.channels, self.state.num_v_heads * self.state.v_size], 1)
         b, a = self.ba(x).float().chunk(2, 1)
         log_decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         gates = torch.stack((log_decay, b.sigmoid()), 1)  # [T, 2, heads]
-        answers = attend_state(qkv, gates, self.conv.taps, self.state.v_size, self.index)
-        return self.o(self._gated(answers, z.view(answers.shape)).flatten(1))
+        answers = attend_state(qkv, gates, self.weights, self.state.v_size, self.index)
+        return self.out(self._gated(answers, z.view(answers.shape)).flatten(1))
 
     def _gated(self, answers: Tensor, z: Tensor) -> Tensor:
         """Normed first (transformers, Qwen3_5RMSNormGated)."""
         return (self.norm(answers) * F.silu(z.float())).to(z.dtype)
 
 
-class Convolution(nn.Module):
-    """Of each channel by itself; what it is applied to is the state's."""
+class Qwen35Layer(PreNormLayer):
+    def make_norm(self, spec: Qwen35Spec, dtype: torch.dtype) -> nn.Module:
+        return Norm(spec.hidden_size, spec.norm_eps)
 
-    def __init__(self, channels: int, kernel: int, dtype: torch.dtype):
-        super().__init__()
-        self.weight = empty_parameter(channels, 1, kernel, dtype=dtype)
-
-    def finish(self) -> None:
-        """[kernel, channels]"""
-        self.register_buffer("taps", self.weight.data[:, 0].T.float().contiguous(), persistent=False)
-
-
-class DecoderLayer(nn.Module):
-    """index: among the layers of the whole model."""
-
-    def __init__(self, spec: Qwen35Spec, index: int, dtype: torch.dtype, method: QuantMethod, ranks: Ranks):
-        super().__init__()
-        size, eps = spec.hidden_size, spec.norm_eps
-        self.attention_norm, self.mlp_norm = Norm(size, eps), Norm(size, eps)
-        self.kind, mixer = ("linear", LinearAttention) if spec.linear[index] else ("attention", GatedAttention)
-        setattr(self, self.kind, mixer(spec, index, dtype, method, ranks))
-        self.mlp = MLP(spec, dtype, method, ranks, activation="silu", bias=False)
-
-    def forward(self, x: Tensor, rotate: Any) -> Tensor:
-        x = x + getattr(self, self.kind)(self.attention_norm(x), rotate)
-        return x + self.mlp(self.mlp_norm(x))
+    def make_attention(
+        self, spec: Qwen35Spec, index: int, dtype: torch.dtype, method: QuantMethod, ranks: Ranks
+    ) -> nn.Module:
+        mixer = LinearAttention if spec.linear[index] else GatedAttention
+        return mixer(spec, index, dtype, method, ranks)
 
 
-def layers_of(spec: Qwen35Spec, ranks: Ranks) -> list[AttentionSpec]:
-    at = ranks.placement
-    own = at.layers(spec.num_layers)
-    is_linear = spec.linear[own.start : own.stop]
-    each = zip(attention_layers(spec, at, spec.scale), is_linear, strict=True)
-    return [replace(layer, state=spec.state) if linear else layer for layer, linear in each]
+class Qwen35Model(HybridDecoder):
+    weights_of = staticmethod(lambda spec: QWEN_WEIGHTS)
+    layer = Qwen35Layer
 
-
-class Qwen35Model(Decoder):
-    by_row_unsupported_reason = "a state takes many tokens by products of matrices, and few one by one"
-
-    def __init__(self, spec: Qwen35Spec, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_DEVICE):
-        if ranks.placement.tp > 1:
-            raise ModelError("layers of linear attention are not cut into parts: tp must be 1 for this model")
-        layers = layers_of(spec, ranks)
-        if all(layer.state is not None for layer in layers):
-            raise ModelError("states lie in pages of K and V: each stage must have a layer of attention")
-        super().__init__(spec, dtype, device, ranks, QWEN_WEIGHTS, layers)
-        method = self.linear_method
-        with device:
-            self.embedding = sharded.first_of_stage(ranks, spec.vocab_size, spec.hidden_size, dtype)
-            sizes = spec.rotary_size, spec.head_size, spec.max_position
-            self.rotary = PairedRotaryEmbedding(spec.rope, *sizes, dtype, interleaved=False)
-            self.layers = self.make_layers(lambda i: DecoderLayer(spec, i, dtype, method, ranks))
-            self.norm = sharded.last_of_stage(ranks, Norm(spec.hidden_size, spec.norm_eps))
-            self.lm_head = make_lm_head(spec, self.embedding, dtype, method, ranks)
-
-    def embed(self, token_ids: Tensor, out: Tensor | None = None) -> Tensor:
-        """token_ids [T] int64 -> x [T, hidden], in `out` if that is given."""
-        return self.embedding(token_ids, out)
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, hidden], positions [T] int64 -> hidden [T, hidden], the final norm applied."""
-        rotate = self.rotary(positions)
-        for layer in self.layers:
-            x = layer(x, rotate)
-        return self.norm(x)
-
-    def describe(self) -> str:
-        return f"{sum(self.spec.linear)} of {len(self.spec.linear)} layers have recurrent states, the others gates"
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, hidden] -> [S, vocab] in fp32."""
-        return self.lm_head(hidden)
+    def make_norm(self, spec: Qwen35Spec, dtype: torch.dtype) -> nn.Module:
+        return Norm(spec.hidden_size, spec.norm_eps)

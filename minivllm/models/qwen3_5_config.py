@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minivllm.kv_groups import GatedDelta
-from minivllm.models.decoder_config import DecoderSpec, only_silu, read_decoder
+from minivllm.kv_groups import StateSpec
+from minivllm.models.decoder_config import LINEAR, HybridSpec, linear_layers, only_silu, read_decoder
 from minivllm.models.spec import FULL, ConfigReader
 
-LINEAR = "linear_attention"  # what `layer_types` calls a layer with a state
 # What transformers takes when a config does not say (Qwen3_5TextConfig).
 DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -25,10 +24,7 @@ TEXT = "Qwen3_5ForCausalLM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen35Spec(DecoderSpec):
-    state: GatedDelta
-    linear: tuple[bool, ...]  # of each layer: whether it keeps a state, and no K and V
-
+class Qwen35Spec(HybridSpec):
     @property
     def num_parameters(self) -> int:
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -46,16 +42,19 @@ def read_config(reader: ConfigReader, architecture: str) -> Qwen35Spec:
         reader = _of_text(reader)
     reader = replace(reader, config={**DEFAULTS, **reader.config})
     only_silu(reader)
-    state = GatedDelta(
+    state = StateSpec(
         num_k_heads=reader.need("linear_num_key_heads"),
         num_v_heads=reader.need("linear_num_value_heads"),
         k_size=reader.need("linear_key_head_dim"),
         v_size=reader.need("linear_value_head_dim"),
         kernel=reader.need("linear_conv_kernel_dim"),
+        rule="gated_delta",
     )
     if state.num_v_heads % state.num_k_heads:
         raise reader.fail(f"{state.num_v_heads} value heads cannot share {state.num_k_heads} key heads evenly")
-    linear = _linear(reader)
+    every = reader.optional("full_attention_interval", 4)
+    types = [LINEAR[0] if (i + 1) % every else FULL for i in range(reader.num_layers())]
+    linear = linear_layers(reader, types)
     return read_decoder(reader, architecture, {}, Qwen35Spec, state=state, linear=linear)
 
 
@@ -65,13 +64,3 @@ def _of_text(reader: ConfigReader) -> ConfigReader:
         raise reader.fail("text_config is missing: the text model's fields")
     ends = {key: reader.config[key] for key in ("tie_word_embeddings", "architectures") if key in reader.config}
     return replace(reader, config={**ends, **own} | {"architectures": ends.get("architectures")})
-
-
-def _linear(reader: ConfigReader) -> tuple[bool, ...]:
-    count, every = reader.num_layers(), reader.optional("full_attention_interval", 4)
-    types = reader.config.get("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(count)]
-    if len(types) != count or set(types) - {LINEAR, FULL}:
-        raise reader.fail(f"layer_types must name {LINEAR} or {FULL} for {count} layers")
-    if FULL not in types:
-        raise reader.fail("no layer has attention: a model of states alone is not supported")
-    return tuple(kind == LINEAR for kind in types)

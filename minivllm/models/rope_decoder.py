@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from minivllm.attention.base import AttentionSpec
 from minivllm.layers import sharded
 from minivllm.layers.experts import SparseMLP, experts_of
 from minivllm.layers.linear import QuantMethod
@@ -77,8 +78,7 @@ class RopeDecoder(Decoder):
     interleaved = False  # whether a rotation's pairs are neighbours, and not of two halves
 
     def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_DEVICE):
-        attention = attention_layers(spec, ranks.placement, spec.scale, spec.score_cap)
-        super().__init__(spec, dtype, device, ranks, self.weights_of(spec), attention)
+        super().__init__(spec, dtype, device, ranks, self.weights_of(spec), self.attention_of(spec, ranks))
         self.embedding_scale = spec.embedding_scale
         method = self.linear_method
         with device:
@@ -88,7 +88,13 @@ class RopeDecoder(Decoder):
             self.norm = sharded.last_of_stage(ranks, self.make_norm(spec, dtype))
             self.lm_head = make_lm_head(spec, self.embedding, dtype, method, ranks)
 
+    @staticmethod
+    def attention_of(spec: DecoderSpec, ranks: Ranks) -> list[AttentionSpec]:
+        return attention_layers(spec, ranks.placement, spec.scale, spec.score_cap)
+
     def make_rotary(self, spec: DecoderSpec, dtype: torch.dtype) -> nn.Module:
+        if spec.rotated and not any(spec.rotated):
+            return nn.Identity()  # of whose answer no layer asks
         if spec.rotary_size == spec.head_size and not self.interleaved:
             return RotaryEmbedding(spec.rope, spec.head_size, spec.max_position, dtype)
         sizes = spec.rotary_size, spec.head_size, spec.max_position

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention.batches import CPU, Case
-from naive_attention import delta_rule
+from naive_attention import take_tokens
 from torch import Tensor
 
 from minivllm import features
@@ -20,9 +20,10 @@ from minivllm.attention.state import CHUNK, FEW, StateChunked, StateReference, t
 from minivllm.attention.state_cpu import StateCPU
 from minivllm.batch import InputBatch
 from minivllm.kernels.cpu import build
-from minivllm.kv_groups import FULL, STATE, GatedDelta, block_size_for, group_layers
+from minivllm.kv_groups import FULL, STATE, StateSpec, block_size_for, group_layers
 
-OF = GatedDelta(num_k_heads=2, num_v_heads=4, k_size=8, v_size=6, kernel=4)
+OF = StateSpec(num_k_heads=2, num_v_heads=4, k_size=8, v_size=6, kernel=4, rule="gated_delta")
+SSD = OF._replace(num_k_heads=1, rule="ssd")
 ATTENTION = AttentionSpec(4, 2, 16, 0.25)
 LAYER = replace(ATTENTION, state=OF)
 MIXED = [(0, 33), (40, 1), (16, 17), (15, 3), (47, 40), (5, 11), (0, 1), (30, 1), (31, 1), (32, 1), (0, 150)]
@@ -39,7 +40,7 @@ class StateCase:
     requests: list[tuple[int, int]] = field(default_factory=lambda: MIXED)
     kv_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.float32  # of the model
-    of: GatedDelta = OF
+    of: StateSpec = OF
 
     def __post_init__(self) -> None:
         generator, of = torch.Generator().manual_seed(0), self.of
@@ -48,7 +49,7 @@ class StateCase:
         self.qkv = [torch.randn(n, of.channels, generator=generator).to(self.dtype) for n in lengths]
         sizes = [(n, 2, of.num_v_heads) for n in lengths]
         self.gates = [torch.rand(size, generator=generator) * torch.tensor([[-3.0], [1.0]]) for size in sizes]
-        self.taps = torch.randn(of.kernel, of.channels, generator=generator)
+        self.weights = torch.randn(of.weights_shape, generator=generator)
         size = block_size_for(of, kv_spec([layer], 1, self.kv_dtype).bytes_per_block, 16)
         self.places = Case(ATTENTION, self.requests, block_size=size)
         spec, blocks = kv_spec([layer], size, self.kv_dtype), self.places.num_blocks + 1
@@ -66,7 +67,7 @@ class StateCase:
         )
         wider = torch.nn.functional.pad(qkv, (2, 3))[:, 2:-3]  # as of a product that has more outputs
         out = torch.full((len(qkv), self.of.num_v_heads, self.of.v_size), torch.nan)
-        self.backend.forward(wider, gates, self.taps, self.kv, self.backend.prepare(batch), self.layer, out)
+        self.backend.forward(wider, gates, self.weights, self.kv, self.backend.prepare(batch), self.layer, out)
         return out
 
     def wanted(self, spans: dict[int, tuple[int, int]]) -> Tensor:
@@ -74,7 +75,7 @@ class StateCase:
         parts = []
         for r, (begin, end) in spans.items():
             out = torch.empty(end, self.of.num_v_heads, self.of.v_size)
-            delta_rule(self.qkv[r][:end], self.gates[r][:end], self.taps, self.layer, out)
+            take_tokens(self.qkv[r][:end], self.gates[r][:end], self.weights, self.layer, out)
             parts.append(out[begin:])
         return torch.cat(parts)
 
@@ -106,18 +107,21 @@ WAYS = [
 ]
 
 
+@pytest.mark.parametrize("of", [OF, SSD], ids=["gated_delta", "ssd"])
 @pytest.mark.parametrize(("kind", "attention", "kv_dtype", "dtype"), WAYS)
 def test_whatever_steps_a_request_is_cut_into_the_result_is_that_of_its_tokens_one_by_one(
-    kind, attention, kv_dtype, dtype
+    kind, attention, kv_dtype, dtype, of
 ):
-    StateCase(kind, attention, kv_dtype=kv_dtype, dtype=dtype).check()
+    StateCase(kind, attention, kv_dtype=kv_dtype, dtype=dtype, of=of).check()
 
 
 SIZES = [
-    GatedDelta(1, 3, 17, 83, 3),
-    GatedDelta(3, 3, 64, 64, 2),
-    GatedDelta(2, 2, 5, 1, 1),
-    GatedDelta(1, 2, 40, 150, 5),
+    StateSpec(1, 3, 17, 83, 3, "gated_delta"),
+    StateSpec(3, 3, 64, 64, 2, "gated_delta"),
+    StateSpec(2, 2, 5, 1, 1, "gated_delta"),
+    StateSpec(1, 2, 40, 150, 5, "gated_delta"),
+    StateSpec(1, 7, 33, 49, 4, "ssd"),
+    StateSpec(2, 6, 8, 32, 1, "ssd"),
 ]
 
 
@@ -128,7 +132,8 @@ def test_heads_may_have_any_size(of, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        StateCase(StateCPU, "cpu", of=GatedDelta(*of)).check()
+        StateCase(StateCPU, "cpu", of=of).check()
+        StateCase(StateCPU, "cpu", [(60, 1)], of=of).check()  # fewer requests than threads: they share its heads
     finally:
         torch.set_num_threads(before)
 
@@ -146,16 +151,17 @@ def test_every_full_block_has_the_state_behind_it(kind):
         torch.testing.assert_close(case.step(spans), case.wanted(spans), **EXACT)
 
 
+@pytest.mark.parametrize("rule", ["gated_delta", "ssd"])
 @pytest.mark.parametrize("num_tokens", [1, FEW, FEW + 1, CHUNK - 1, CHUNK, CHUNK + 1])
-def test_a_chunk_is_its_tokens_one_by_one_however_fast_all_fades(num_tokens):
+def test_a_chunk_is_its_tokens_one_by_one_however_fast_all_fades(num_tokens, rule):
     generator = torch.Generator().manual_seed(num_tokens)
     matrices = torch.randn(4, 8, 6, generator=generator)
     q, k = (torch.nn.functional.normalize(torch.randn(num_tokens, 4, 8, generator=generator), dim=-1) for _ in "qk")
     v, rate = torch.randn(num_tokens, 4, 6, generator=generator), torch.rand(num_tokens, 4, generator=generator)
     for fade in (0.0, 1e-3, 1.0, 50.0):  # in 64 tokens by e^-3200
         gates = torch.stack((-fade * torch.rand(num_tokens, 4, generator=generator), rate), 1)
-        wanted = StateReference.take(None, matrices, q, k, v, gates)
-        for found, expected in zip(take_chunk(matrices, q, k, v, gates), wanted, strict=True):
+        wanted = StateReference.take(None, rule, matrices, q, k, v, gates)
+        for found, expected in zip(take_chunk(rule, matrices, q, k, v, gates), wanted, strict=True):
             torch.testing.assert_close(found, expected, **EXACT)
 
 

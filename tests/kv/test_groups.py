@@ -16,10 +16,10 @@ from minivllm.kv.waste import Waste, paged_waste
 from minivllm.kv_groups import (
     FULL,
     STATE,
-    GatedDelta,
     KVGroup,
     KVGroups,
     LayerKind,
+    StateSpec,
     block_size_for,
     first_kept,
     group_layers,
@@ -112,7 +112,7 @@ def test_groups_of_states_are_the_last_and_are_called_that():
 
 
 def test_a_block_has_room_for_a_state():
-    state = GatedDelta(2, 4, 16, 24, 4)  # 4 matrices of 16 by 24 numbers, and 3 inputs of 160 channels: 8064 bytes
+    state = StateSpec(2, 4, 16, 24, 4, "ssd")  # 4 matrices of 16 by 24 numbers, 3 inputs of 160 channels: 8064 bytes
     assert [block_size_for(state, size, 16) for size in (512, 504, 503, 100)] == [16, 16, 32, 96]
     assert block_size_for(state, 100, 128) == 128
 
