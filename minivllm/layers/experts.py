@@ -170,6 +170,18 @@ class SparseMLP(nn.Module):
         return self.experts(x, self.router(x))
 
 
+class MixtureMLP(nn.Module):
+    """Chosen experts, and shared ones: these are one MLP, as wide as all of them."""
+
+    def __init__(self, routed: SparseMLP, shared: nn.Module):
+        super().__init__()
+        self.routed, self.shared = routed, shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, n_in] -> like x."""
+        return self.routed(x) + self.shared(x)
+
+
 def experts_of(model: nn.Module) -> list[Experts]:
     return [module for module in model.modules() if isinstance(module, Experts)]
 

@@ -21,7 +21,7 @@ from minivllm.models import GGUF_FILES, read_gguf_names
 from minivllm.models.gguf import GGUFNames, Metadata
 from minivllm.quantization.gguf import PLAIN
 
-CONVERSION_VERSION = 2  # count up whenever a file written here changes
+CONVERSION_VERSION = 3  # count up whenever a file written here changes
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -42,14 +42,16 @@ def index(file: GGUFFile, config: dict[str, Any]) -> list[Place]:
         Place(
             hf_name(file, info, names),
             info.type_name,
-            list(info.shape),
+            names.shapes.get(tail, list)(info.shape),
             info.offset,
             info.num_bytes,
-            heads.get(info.name.split(".")[-2], 0),
-            info.name.split(".")[-2] in names.raised,
+            heads.get(module, 0),
+            names.changes.get(module, names.changes.get(tail, "")),
         )
         for info in file.tensors.values()
         if info.name not in names.unused
+        for _, tail in [_in_layer(info)]
+        for module in [tail.rpartition(".")[0]]
     ]
 
 
@@ -69,14 +71,22 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
 def hf_name(file: GGUFFile, info: TensorInfo, names: GGUFNames | None = None) -> str:
     """names: of the file's architecture; None: they are looked up."""
     names = names or _metadata(file)[1]
-    stem, _, kind = info.name.rpartition(".")
-    prefix, known = "", names.top
-    if stem.startswith("blk."):
-        layer, _, stem = stem.removeprefix("blk.").partition(".")
-        prefix, known = f"model.layers.{layer}.", names.layer
-    if stem not in known or kind not in ("weight", "bias"):
+    layer, tail = _in_layer(info)
+    prefix, known = (f"model.layers.{layer}.", names.layer) if layer else ("", names.top)
+    if tail in known:
+        return prefix + known[tail]
+    module, _, kind = tail.rpartition(".")
+    if module not in known or kind not in ("weight", "bias"):
         raise ModelError(f'{file.path}: tensor "{info.name}" has no place in this architecture')
-    return f"{prefix}{known[stem]}.{kind}"
+    return f"{prefix}{known[module]}.{kind}"
+
+
+def _in_layer(info: TensorInfo) -> tuple[str, str]:
+    """Its layer's number, or nothing, and its name there."""
+    if not info.name.startswith("blk."):
+        return "", info.name
+    layer, _, tail = info.name.removeprefix("blk.").partition(".")
+    return layer, tail
 
 
 def _metadata(file: GGUFFile) -> tuple[Metadata, GGUFNames]:

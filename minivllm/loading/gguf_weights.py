@@ -23,6 +23,7 @@ from torch import Tensor
 from minivllm.errors import ModelError
 from minivllm.files import read_json
 from minivllm.kernels.cpu.blocks import Blocks
+from minivllm.models.gguf import CHANGES
 from minivllm.quantization.gguf import PLAIN, dequantise
 
 INDEX = "tensors.json"
@@ -33,11 +34,11 @@ class Place(NamedTuple):
 
     name: str  # Hugging Face's
     kind: str  # of blocks: a name of gguf.GGMLQuantizationType
-    shape: list[int]  # torch's order: slowest dimension first
+    shape: list[int]  # Hugging Face's, in torch's order: slowest dimension first
     offset: int  # from the start of the file
     num_bytes: int
     heads: int  # in which its rows were reordered; 0: they were not
-    raised: bool = False  # whether its numbers are Hugging Face's and 1, as those of Gemma's norms
+    change: str = ""  # to its numbers: one of CHANGES
 
 
 def write_index(folder: Path, places: Iterable[Place]) -> None:
@@ -103,7 +104,7 @@ class GGUFWeights:
             raise ModelError(
                 f'{self.path}: tensor "{place.name}" has type {place.kind}, which cannot be dequantised'
             ) from None
-        return values - 1.0 if place.raised else values
+        return CHANGES[place.change](values)
 
 
 def unpermute(rows: Tensor, num_heads: int) -> Tensor:

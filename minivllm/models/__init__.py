@@ -77,6 +77,12 @@ MODEL_FILES = (
         config="minivllm.models.deepseek_config",
     ),
     ModelFile("minivllm.models.granite", "GraniteModel", {"GraniteForCausalLM": "granite"}, gguf=("granite",)),
+    ModelFile(
+        "minivllm.models.granite_hybrid",
+        "GraniteHybridModel",
+        {"GraniteMoeHybridForCausalLM": "granitemoehybrid"},
+        gguf=("granitehybrid",),
+    ),
     ModelFile("minivllm.models.phi3", "Phi3Model", {"Phi3ForCausalLM": "phi3"}),
     ModelFile("minivllm.models.olmo2", "Olmo2Model", {"Olmo2ForCausalLM": "olmo2"}, gguf=("olmo2",)),
     ModelFile("minivllm.models.olmo", "OlmoModel", {"OlmoForCausalLM": "olmo"}),

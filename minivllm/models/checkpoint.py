@@ -25,8 +25,8 @@ from minivllm.layers.stored import ANY, Axis, Cut, Destination, Shard, TensorSpe
 from minivllm.parallel.placement import Placement
 
 EXPERT = re.compile(r"(?P<prefix>.*\.mlp\.experts)\.\d+\.(?P<part>gate|up|down)_proj\.weight")
-# The last of DeepSeek V3's routers, and of a gated delta rule's decay.
-KINDS = ("weight", "bias", "e_score_correction_bias", "A_log", "dt_bias")
+# The last of DeepSeek V3's routers, and of layers with a recurrent state.
+KINDS = ("weight", "bias", "e_score_correction_bias", "A_log", "dt_bias", "D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +231,29 @@ def _parts(
         yield part, tensor.narrow(along.axis, start, size), file
 
 
+def fuse(tensors: Mapping[str, Tensor], fused: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    """The other way: {name: tensor} of parts, as a checkpoint keeps them."""
+    found = dict(tensors)
+    for whole_name, (first, *others) in fused.items():
+        for name in [name for name in tensors if _module(name).endswith(f".{first}")]:
+            prefix, kind = _module(name).removesuffix(first), name.rpartition(".")[2]
+            rest = [found.pop(f"{prefix}{part}.{kind}") for part in others]
+            found[f"{prefix}{whole_name}.{kind}"] = torch.cat([found.pop(name), *rest])
+    return found
+
+
 MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
-ALL_EXPERTS = {".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), ".mlp.experts.down_proj": ("down_proj",)}
+ALL_EXPERTS = {
+    ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    ".mlp.experts.down_proj": ("down_proj",),
+    ".mlp.input_linear.weight": ("gate_proj", "up_proj"),
+    ".mlp.output_linear.weight": ("down_proj",),
+}
 
 
 def by_expert(tensors: Iterable[tuple[str, Any, Path]]) -> Iterator[tuple[str, Any, Path]]:
     """Each expert's matrices apart and under the names that Qwen3-MoE's checkpoints have: from Mixtral's own names, and
-    from transformers 5's tensors of all experts, [experts, rows, n_in]."""
+    from transformers 5's and Granite's tensors of all experts, [experts, rows, n_in]."""
     for name, tensor, file in tensors:
         if ".block_sparse_moe." in name:
             for theirs, ours in MIXTRAL_NAMES.items():
@@ -246,7 +262,7 @@ def by_expert(tensors: Iterable[tuple[str, Any, Path]]) -> Iterator[tuple[str, A
         if kind is None:
             yield name, tensor, file
             continue
-        prefix, parts = name.rpartition(".")[0], ALL_EXPERTS[kind]
+        prefix, parts = f"{name.removesuffix(kind)}.mlp.experts", ALL_EXPERTS[kind]
         for e in range(tensor.shape[0]):
             matrix = tensor.select(0, e)
             rows = matrix.shape[0] // len(parts)

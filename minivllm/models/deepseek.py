@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minivllm.attention.base import AttentionSpec
 from minivllm.compile.context import attend_latent
 from minivllm.layers import sharded
-from minivllm.layers.experts import MatrixStack, Router, Routes, SparseMLP, experts_of
+from minivllm.layers.experts import MatrixStack, MixtureMLP, Router, Routes, experts_of
 from minivllm.layers.linear import Linear, QuantMethod, empty_parameter
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryEmbedding, Rotation
@@ -183,18 +183,6 @@ def make_router(spec: DeepseekSpec) -> Router:
     if spec.routing.scores == "softmax":
         return SoftmaxRouter(*sizes, spec.routing)
     return SigmoidRouter(*sizes, of.normalised, spec.routing)
-
-
-class MixtureMLP(nn.Module):
-    """Chosen experts, and shared ones: these are one MLP, as wide as all of them."""
-
-    def __init__(self, routed: SparseMLP, shared: MLP):
-        super().__init__()
-        self.routed, self.shared = routed, shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> like x."""
-        return self.routed(x) + self.shared(x)
 
 
 def make_mlp(spec: DeepseekSpec, index: int, dtype: torch.dtype, method: QuantMethod, ranks: Ranks) -> nn.Module:

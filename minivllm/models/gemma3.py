@@ -78,7 +78,7 @@ GGUF = GGUFNames(
     top=GGUF_ENDS,
     layer=GGUF_LAYER | GGUF_NORMS,
     heads=lambda about, config: {},
-    raised=("attn_norm", "attn_q_norm", "attn_k_norm", *GGUF_NORMS, "output_norm"),
+    changes=dict.fromkeys(("attn_norm", "attn_q_norm", "attn_k_norm", *GGUF_NORMS, "output_norm"), "raised"),
 )
 
 

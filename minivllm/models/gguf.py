@@ -6,7 +6,7 @@ called. The file's layout, token ids, the tokenizer and the blocks are the loade
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -43,10 +43,19 @@ class GGUFFile(Protocol):
 class GGUFNames(NamedTuple):
     config: Callable[[Metadata], dict[str, Any]]  # what config.json would say, but of token ids and the dtype
     top: Mapping[str, str]  # {GGUF's module: Hugging Face's}
-    layer: Mapping[str, str]  # below blk.{i} and model.layers.{i}
+    layer: Mapping[str, str]  # below blk.{i} and model.layers.{i}; of no module but a tensor, its whole name
     heads: Callable[[Metadata, Mapping[str, Any]], Mapping[str, int]]  # modules whose rows are reordered: heads
     unused: tuple[str, ...] = ()  # tensors that `config` has read
-    raised: tuple[str, ...] = ()  # modules whose numbers are Hugging Face's and 1
+    changes: Mapping[str, str] = {}  # {module or tensor, without its layer: what was done to its numbers (CHANGES)}
+    shapes: Mapping[str, Callable[[Sequence[int]], list[int]]] = {}  # {tensor, likewise: Hugging Face's of the file's}
+
+
+# What llama.cpp's converter does to numbers, undone.
+CHANGES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "": lambda values: values,
+    "raised": lambda values: values - 1.0,  # by 1, as those of Gemma's norms
+    "decay": lambda values: values.neg().log(),  # A for A_log, as Mamba's
+}
 
 
 class Metadata(NamedTuple):
@@ -93,8 +102,11 @@ GGUF_LAYER = {
 }
 
 
-def decoder_config(about: Metadata, norm: str = "attention.layer_norm_rms_epsilon") -> dict[str, Any]:
-    """What config.json says of any decoder, but for its names and its rotary embedding. norm: where its epsilon is."""
+def decoder_config(
+    about: Metadata, norm: str = "attention.layer_norm_rms_epsilon", kv_heads: int | None = None
+) -> dict[str, Any]:
+    """What config.json says of any decoder, but for its names and its rotary embedding. norm: where its epsilon is.
+    kv_heads: of a file that does not say it by one number."""
     file, heads, hidden = about.file, about.need("attention.head_count"), about.need("embedding_length")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f'{file.path}: tensor "token_embd.weight" is missing. Fetch or convert the file again')
@@ -102,7 +114,7 @@ def decoder_config(about: Metadata, norm: str = "attention.layer_norm_rms_epsilo
         "hidden_size": hidden,
         "num_hidden_layers": about.need("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": about.get("attention.head_count_kv", int, heads),
+        "num_key_value_heads": about.get("attention.head_count_kv", int, heads) if kv_heads is None else kv_heads,
         "head_dim": about.get("attention.key_length") or hidden // heads,
         "intermediate_size": about.need("feed_forward_length"),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],

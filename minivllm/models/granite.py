@@ -33,19 +33,21 @@ DEFAULTS = {  # GraniteConfig's
 
 def read_config(reader: ConfigReader, architecture: str) -> DecoderSpec:
     only_silu(reader)
+    return read_decoder(reader, architecture, DEFAULTS, **scales(reader))
+
+
+def scales(reader: ConfigReader) -> dict[str, float]:
+    """By the fields of DecoderSpec."""
 
     def positive(field: str) -> float:
         return DEFAULTS[field] if reader.config.get(field) is None else reader.positive(field)
 
-    return read_decoder(
-        reader,
-        architecture,
-        DEFAULTS,
-        scale=positive("attention_multiplier"),
-        embedding_scale=positive("embedding_multiplier"),
-        residual_scale=positive("residual_multiplier"),
-        logit_scale=1 / positive("logits_scaling"),
-    )
+    return {
+        "scale": positive("attention_multiplier"),
+        "embedding_scale": positive("embedding_multiplier"),
+        "residual_scale": positive("residual_multiplier"),
+        "logit_scale": 1 / positive("logits_scaling"),
+    }
 
 
 def gguf_config(about: Metadata) -> dict[str, Any]:
@@ -53,11 +55,17 @@ def gguf_config(about: Metadata) -> dict[str, Any]:
         "architectures": ["GraniteForCausalLM"],
         "model_type": "granite",
         "rope_parameters": about.rope_parameters(),
+        "hidden_act": "silu",
+        **gguf_scales(about),
+    }
+
+
+def gguf_scales(about: Metadata) -> dict[str, float]:
+    return {
         "attention_multiplier": about.need("attention.scale", NUMBER),
         "embedding_multiplier": about.get("embedding_scale", NUMBER, 1.0),
         "residual_multiplier": about.get("residual_scale", NUMBER, 1.0),
         "logits_scaling": about.need("logit_scale", NUMBER),
-        "hidden_act": "silu",
     }
 
 

@@ -21,7 +21,7 @@ from minivllm.errors import ModelError
 from minivllm.loading import read_checkpoint
 from minivllm.loading.sources import DUMMY_PREFIX, ModelFiles
 from minivllm.models import MODELS
-from minivllm.models.checkpoint import of_all_experts
+from minivllm.models.checkpoint import fuse, of_all_experts
 from minivllm.models.spec import ModelSpec
 from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 from minivllm.runner.runner import ModelRunner
@@ -130,7 +130,9 @@ def load_transformers(files: ModelFiles, dtype: torch.dtype, device: torch.devic
     if files.is_gguf:
         config = transformers.AutoConfig.from_pretrained(files.folder, dtype=dtype, trust_remote_code=False)
         model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-        _fill(model, {name: tensor for name, tensor, _ in read_checkpoint(files)}, files)
+        tensors = {name: tensor for name, tensor, _ in read_checkpoint(files)}
+        table = MODELS.get(files.spec.network)(files.spec, dtype, torch.device("meta")).weights
+        _fill(model, fuse(tensors, table.fused), files)
         return model.to(device).eval()
     if files.weights:
         with _no_progress_bar():
@@ -145,7 +147,7 @@ def load_transformers(files: ModelFiles, dtype: torch.dtype, device: torch.devic
     fill(ours, seed)
     kind = getattr(transformers, files.spec.architecture)
     model = kind(kind.config_class(**hf_config(files.name.removeprefix(DUMMY_PREFIX)))).to(device, dtype).eval()
-    _fill(model, of_all_experts(ours.checkpoint_tensors()), files)
+    _fill(model, fuse(of_all_experts(ours.checkpoint_tensors()), ours.weights.fused), files)
     return model
 
 

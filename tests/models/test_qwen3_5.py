@@ -1,10 +1,11 @@
 """Rules: Qwen 3.5's text model, whose layers of linear attention keep recurrent states, computes what transformers
-does, alone and in an engine whatever else is on; what a state cannot do is refused."""
+does (in an engine: test_hybrid.py); what has no place over ranks is refused."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
 
-from minivllm import LLM, SamplingParams
-from minivllm.errors import ConfigError, ModelError
-from minivllm.kv_groups import GatedDelta
+from minivllm.errors import ModelError
+from minivllm.kv_groups import StateSpec
 from minivllm.loading import load_model
 from minivllm.loading.dummy import dummy_spec, write_tokenizer
 from minivllm.models import read_spec
@@ -53,13 +53,20 @@ CONFIGS = {
 }
 
 
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """transformers takes token by token: its products of chunks subtract sums of logarithms in float32, and err by
+    3e-4 here."""
+    with pytest.MonkeyPatch.context() as patch:
+        rule = modeling_qwen3_5.torch_recurrent_gated_delta_rule
+        patch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", rule)
+        yield
+
+
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory) -> Iterator[dict[str, tuple[str, Any]]]:
-    """Token by token: transformers' products of chunks subtract sums of logarithms in float32, and err by 3e-4 here."""
     folders = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in CONFIGS}
-    with pytest.MonkeyPatch.context() as patch:
-        one_by_one = modeling_qwen3_5.torch_recurrent_gated_delta_rule
-        patch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", one_by_one)
+    with one_by_one():
         yield {name: (str(folder), save_oracle(CONFIGS[name], folder)) for name, folder in folders.items()}
 
 
@@ -87,89 +94,7 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_transformers(pair):
     assert error < BF16_TOLERANCE and error < 1.25 * error_of(theirs, expected)
 
 
-# ---------------------------------------------------------------- in an engine
-
-ENGINE = {"model.dtype": "float32", "kv.num_blocks": 120, "executor.num_threads": 1, "debug.check": True}
-ENGINE |= {"engine.core": "inproc", "scheduler.max_num_seqs": 4, "kv.block_size": 4}
-BLOCK = 16  # tokens: what a state of these takes
-SHARED = random_tokens(2, 75)  # more than two blocks
-PROMPTS = [random_tokens(1, 7), SHARED + random_tokens(7, 6), SHARED[:40] + random_tokens(8, 3)]
-AGAIN = [SHARED, SHARED + random_tokens(9, 30)]
-WAYS = {
-    "chunks": {"runner.attention": "cpu", "scheduler.max_num_batched_tokens": 16},
-    "reference": {"runner.attention": "reference", "runner.inputs": "rebuild"},
-    "radix": {"runner.attention": "sdpa", "runner.inputs": "gather", "kv.prefix": "radix"},
-    "pieces": {"runner.forward": "piecewise", "runner.compile": "off"},
-    "graphs": {"runner.graphs": "full+piecewise", "runner.forward": "eager", "runner.attention": "reference"},
-    "overlap": {"engine.overlap": 2},
-    "preempted": {"scheduler.max_num_batched_tokens": 16, "debug.preempt_every": 5},
-    "swapped": {"kv.preemption": "swap", "kv.swap_memory": "4MiB", "debug.preempt_every": 5},
-    "preempted and overlap": {"debug.preempt_every": 5, "engine.overlap": 2},
-    "phased": {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.preemption": "swap"},
-    "few blocks": {"kv.num_blocks": 50},
-    "naive": {"executor.kind": "naive", "kv.prefix": "none"},
-}
-
-
-def tokens_of(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
-
-
-@pytest.fixture(scope="module")
-def wanted(oracles) -> list[list[int]]:
-    """transformers' 64 tokens behind each of PROMPTS and AGAIN."""
-    return [greedy_oracle(oracles["as published"][1], prompt, 64) for prompt in PROMPTS + AGAIN]
-
-
-def test_an_engine_gives_64_tokens_of_transformers_and_says_how_it_runs(oracles, wanted):
-    with LLM(oracles["as published"][0], overrides=ENGINE) as llm:
-        assert tokens_of(llm, PROMPTS, 64) + tokens_of(llm, AGAIN, 64) == wanted
-        said = {decision.field: (str(decision.value), decision.reason) for decision in llm.decisions}
-        assert llm.config.kv.block_size == BLOCK
-    assert said["kv.block_size"][0] == str(BLOCK) and "recurrent state, which takes 7.9 KiB" in said["kv.block_size"][1]
-    assert "layers in groups: 1 of all tokens, 1 of a state, 1 of a state, 1 of a state" in said["kv.num_blocks"][1]
-    assert "3 of 4 layers have recurrent states" in said["runner.forward"][1]
-
-
-def test_a_prefix_is_found_where_a_block_ends_and_costs_no_token(oracles, wanted):
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    with LLM(oracles["as published"][0], overrides=ENGINE) as llm:
-        for prompt, tokens, num_found in ((PROMPTS[1], wanted[1], 0), (AGAIN[1], wanted[4], 64)):
-            (output,) = llm.generate([prompt], params, use_tqdm=False)
-            assert (output.num_cached_tokens, list(output.outputs[0].token_ids)) == (num_found, tokens[:20])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_whatever_else_is_on_the_tokens_are_those_of_transformers(way, oracles, wanted):
-    with LLM(oracles["as published"][0], overrides=ENGINE | WAYS[way]) as llm:
-        found = tokens_of(llm, PROMPTS, 40) + tokens_of(llm, AGAIN, 40)  # the second time prefixes are found
-    assert found == [tokens[:40] for tokens in wanted]
-
-
-def test_samples_of_one_prompt_that_share_its_blocks_are_those_that_do_not(oracles):
-    """V0's fork: a partly filled block, and the states in it, are copied."""
-    params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
-    texts = []
-    for fork in ("share", "lookup"):
-        options = {"scheduler.kind": "phased", "scheduler.chunked_prefill": False, "kv.fork": fork, "kv.prefix": "none"}
-        with LLM(oracles["as published"][0], overrides=ENGINE | options) as llm:
-            (output,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
-        texts.append([list(each.token_ids) for each in output.outputs])
-    assert texts[0] == texts[1] and len({tuple(tokens) for tokens in texts[0]}) == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"spec_decode.method": "ngram"}, "a recurrent state, which this model's layers keep, cannot go back"),
-        ({"kv.allocation": "max", "kv.prefix": "none"}, "kv.allocation=max gives a request one run"),
-        ({"model.invariant": True}, "a state takes many tokens by products"),
-    ],
-)
-def test_what_a_state_cannot_do_is_refused(options, message, oracles):
-    with pytest.raises(ConfigError, match=message):
-        LLM(oracles["as published"][0], overrides=ENGINE | options)
+# ---------------------------------------------------------------- over ranks
 
 
 @pytest.mark.parametrize("placement", [Placement(pp=2, stages=(3, 2)), Placement(pp=2, stages=(2, 3))], ids=str)
@@ -222,7 +147,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     assert read_spec(BASE) == read_spec(BASE | Qwen3_5TextConfig(**BASE).to_dict())
     assert read_spec(BASE).linear == (True, True, True, False) * 2
     assert read_spec(BASE | {"full_attention_interval": 2}).linear == (True, False) * 4
-    assert read_spec(BASE).state == GatedDelta(16, 32, 128, 128, 4) and read_spec(BASE).rotary_size == 64
+    assert read_spec(BASE).state == StateSpec(16, 32, 128, 128, 4, "gated_delta") and read_spec(BASE).rotary_size == 64
     assert read_spec(BASE | {"architectures": None}) == read_spec(BASE)
 
 
