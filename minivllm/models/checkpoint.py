@@ -243,6 +243,7 @@ def fuse(tensors: Mapping[str, Tensor], fused: Mapping[str, Sequence[str]]) -> d
 
 
 MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+MIXTRAL_NAMES |= {".router.layer.": ".router."}  # Granite's
 ALL_EXPERTS = {
     ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
     ".mlp.experts.down_proj": ("down_proj",),

@@ -9,9 +9,8 @@ and its time step dt, above 0, is the rate. The state fades by exp(A dt), and D 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,15 +187,6 @@ MAMBA = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HybridWeights(WeightMap):
-    """Experts under transformers 5's names and under those of the files before it, whose matrices are the same."""
-
-    def read(self, tensors: Iterable[tuple[str, Any, Path]]) -> Iterator[tuple[str, Any, Path]]:
-        for name, tensor, file in tensors:
-            yield name.replace(".mlp.router.layer.", ".mlp.router."), tensor, file
-
-
 def weight_map(spec: GraniteHybridSpec) -> WeightMap:
     layer = {name: to for name, to in WEIGHTS.layer.items() if not name.startswith("mlp.")}
     mlp = "mlp" if spec.experts is None else "mlp.shared"
@@ -206,7 +196,7 @@ def weight_map(spec: GraniteHybridSpec) -> WeightMap:
         for part in ("gate", "up"):
             layer[f"mlp.experts.{e}.{part}_proj"] = ("mlp.routed.experts.gate_up", f"{e}.{part}")
         layer[f"mlp.experts.{e}.down_proj"] = ("mlp.routed.experts.down", f"{e}.")
-    return HybridWeights(ENDS, layer | MAMBA, fused={"shared_mlp.input_linear": ("shared_mlp.gate", "shared_mlp.up")})
+    return WeightMap(ENDS, layer | MAMBA, fused={"shared_mlp.input_linear": ("shared_mlp.gate", "shared_mlp.up")})
 
 
 class Mamba2(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +27,7 @@ from minivllm.kv_groups import (
     group_layers,
     one_group,
 )
+from minivllm.loading.dummy import dummy_spec
 from minivllm.plan import StepPlan
 from minivllm.request import Request, SamplingParams
 
@@ -416,3 +419,20 @@ class GroupMachine(RuleBasedStateMachine):
 
 GroupMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestGroupMachine = GroupMachine.TestCase
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "granite-4.0-h-350m"])
+def test_docs_say_what_models_with_states_take(name):
+    """A row of the table in docs/models.md: of 32,000 tokens in bf16, in steps of 512."""
+    row = next(
+        line
+        for line in (Path(__file__).parents[2] / "docs/models.md").read_text().splitlines()
+        if f"| `{name}` |" in line
+    )
+    spec = dummy_spec(name)
+    of_token = 2 * spec.num_kv_heads * spec.head_size * 2
+    size = block_size_for(spec.state, of_token, 16)
+    groups = group_layers([STATE if linear else FULL for linear in spec.linear])
+    taken = groups.most_blocks(32_000, size, 512) * groups.num_tensors * size * of_token
+    whole = 32_000 * spec.num_layers * of_token
+    assert row.endswith(f"| {taken / 1e6:.0f} MB | {whole / 1e9:.1f} GB | {size} |")

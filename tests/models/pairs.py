@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from naive_attention import greedy, logits_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from minivllm.loading import load_model
 from minivllm.loading.dummy import write_tokenizer
 
 LENGTH = 48
@@ -74,3 +76,22 @@ def greedy_behind(oracle: Any, prompt: list[int], tokens: list[int]) -> list[int
 def error_of(logits: Tensor, expected: Tensor) -> float:
     """Root mean square of the difference over that of the expected logits: a single outlier moves it little."""
     return float((logits - expected).norm() / expected.norm())
+
+
+def check_in_fp32(folder: str, oracle: Any, tolerance: float = FP32_TOLERANCE) -> None:
+    """Logits and greedy tokens are transformers'."""
+    ours, token_ids = load_model(folder, torch.float32, torch.device("cpu")).model, random_tokens()
+    expected = oracle_logits(oracle, token_ids)
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(logits_of(ours, token_ids), expected, rtol=0, atol=tolerance)
+    assert greedy(ours, token_ids[:12], 16) == greedy_oracle(oracle, token_ids[:12], 16)
+
+
+def check_in_bf16(folder: str, oracle: Any, tolerance: float = BF16_TOLERANCE) -> None:
+    """Logits are near to fp32's, and no further from them than transformers'."""
+    token_ids = random_tokens()
+    expected = oracle_logits(oracle, token_ids)
+    theirs = oracle_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), token_ids)
+    ours = load_model(folder, torch.bfloat16, torch.device("cpu")).model
+    error = error_of(logits_of(ours, token_ids), expected)
+    assert error < tolerance and error < 1.25 * error_of(theirs, expected)

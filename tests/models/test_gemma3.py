@@ -15,13 +15,14 @@ from models.pairs import (
     BF16_TOLERANCE,
     FP32_TOLERANCE,
     SMALL,
-    error_of,
+    check_in_bf16,
+    check_in_fp32,
     greedy_oracle,
     oracle_logits,
     random_tokens,
     save_oracle,
 )
-from naive_attention import greedy, logits_of
+from naive_attention import logits_of
 from parallel.devices import run, together
 from safetensors.torch import load_file
 from torch import Tensor
@@ -70,22 +71,12 @@ def pair(request, oracles) -> tuple[str, Any]:
 
 
 def test_logits_and_greedy_tokens_in_fp32_equal_transformers(pair):
-    folder, oracle = pair
-    ours, token_ids = load_model(folder, torch.float32, CPU).model, random_tokens()
-    expected = oracle_logits(oracle, token_ids)
-    assert expected.abs().max() > 1
-    torch.testing.assert_close(logits_of(ours, token_ids), expected, rtol=0, atol=FP32_TOLERANCE)
-    assert greedy(ours, token_ids[:12], 16) == greedy_oracle(oracle, token_ids[:12], 16)
+    check_in_fp32(*pair)
 
 
 def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_transformers(pair):
-    folder, oracle = pair
-    token_ids = random_tokens()
-    expected = oracle_logits(oracle, token_ids)
-    theirs = oracle_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), token_ids)
-    error = error_of(logits_of(load_model(folder, torch.bfloat16, CPU).model, token_ids), expected)
-    # Errors add up like a random walk (pairs.py), and these are twice its layers.
-    assert error < 2**0.5 * BF16_TOLERANCE and error < 1.25 * error_of(theirs, expected)
+    """Errors add up like a random walk (pairs.py), and these are twice its layers."""
+    check_in_bf16(*pair, 2**0.5 * BF16_TOLERANCE)
 
 
 @pytest.mark.parametrize("attention", ["auto", "reference"])

@@ -18,17 +18,18 @@ from models.pairs import (
     BF16_TOLERANCE,
     FP32_TOLERANCE,
     SMALL,
+    check_in_bf16,
+    check_in_fp32,
     error_of,
     greedy_oracle,
     oracle_logits,
     random_tokens,
     save_oracle,
 )
-from naive_attention import greedy, logits_of
+from naive_attention import logits_of
 from parallel.devices import Device, run, together
 from parallel.threads import all_ranks
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
 
 from minivllm import LLM, SamplingParams
@@ -90,23 +91,13 @@ def pair(request, oracles) -> tuple[str, Any]:
 
 
 def test_logits_and_greedy_tokens_in_fp32_equal_transformers(pair):
-    folder, oracle = pair
-    ours, token_ids = load_model(folder, torch.float32, CPU).model, random_tokens()
-    expected = oracle_logits(oracle, token_ids)
-    assert expected.abs().max() > 1
-    torch.testing.assert_close(logits_of(ours, token_ids), expected, rtol=0, atol=FP32_TOLERANCE)
-    assert greedy(ours, token_ids[:12], 16) == greedy_oracle(oracle, token_ids[:12], 16)
+    check_in_fp32(*pair)
 
 
 @pytest.mark.parametrize("name", ["dense", "no states"])
 def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_transformers(name, oracles):
     """Which experts a token is given to is a jump (test_moe.py): theirs are left out."""
-    folder, oracle = oracles[name]
-    token_ids = random_tokens()
-    expected = oracle_logits(oracle, token_ids)
-    theirs = oracle_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), token_ids)
-    error = error_of(logits_of(load_model(folder, torch.bfloat16, CPU).model, token_ids), expected)
-    assert error < BF16_TOLERANCE and error < 1.25 * error_of(theirs, expected)
+    check_in_bf16(*oracles[name])
 
 
 def test_experts_under_transformers_new_names_are_read(oracles, tmp_path):
