@@ -85,6 +85,7 @@ class InputBatch:
     whole: bool = False  # BatchKey.whole
     token_types: np.ndarray | None = None  # [padded T] int64: of pairs of texts, which of the two a token is of
     # What a model's own state adds (runner/model_state.py):
+    encoded: np.ndarray | None = None  # [R] int64: which slot of each cross layer's K and V a request reads
     overlays: Sequence[Overlay] = ()
     rope_positions: np.ndarray | Tensor | None = None  # [3, padded T] int64 for M-RoPE; None: rotated by `positions`
 

@@ -132,6 +132,14 @@ STATE_ATTENTION: Registry = Registry(
         "reference": "minivllm.attention.state:StateReference",
     },
 )
+# Of layers of cross attention; a name that is missing here has torch's fused kernel for them.
+CROSS_ATTENTION: Registry = Registry(
+    "runner.attention of cross layers",
+    {
+        "sdpa": "minivllm.attention.cross:CrossSDPA",
+        "reference": "minivllm.attention.cross:CrossReference",
+    },
+)
 # Of the pairs, those that the feature table and the matrix show: one that a CPU can run, one for a GPU.
 ATTENTION_PAIRS = ("flex,reference", "flash,triton")
 FORWARDS: Registry = Registry(

@@ -19,6 +19,11 @@ window is one token and the one before it: a table holds the block that is writt
 prefix is found where the block that ends it still stands, whatever has become of those before. A state is much larger
 than K and V of a few tokens, so blocks have to be long (`block_size_for`).
 
+A layer of cross attention reads an encoder's output: as many positions for every request, all there before its first
+token, and the same ones for all requests of one recording. That neither grows nor has a prefix, so nothing is gained by
+blocks. Such layers are in no group; what they read is an item's (request.Item), in a slot of as many tokens as it has
+(attention/cross.py).
+
 No torch here: the control plane counts with these.
 """
 
@@ -33,8 +38,8 @@ Window = int | None  # tokens that a layer reads, the query's own among them; No
 
 class LayerKind(NamedTuple):
     """What a layer keeps of a request: full and window K and V of each head, latent one vector a token (MLA), state one
-    for all tokens (recurrent). For the others this is the name alone: cross (of an encoder's tokens), none (nothing is
-    kept, as in an encoder)."""
+    for all tokens (recurrent), cross K and V of an encoder's output. none is the name alone: nothing is kept, as in an
+    encoder."""
 
     name: Literal["full", "window", "latent", "cross", "state", "none"]
     window: Window = None
@@ -93,6 +98,7 @@ class StateSpec(NamedTuple):
 
 
 FULL, LATENT, STATE = LayerKind("full"), LayerKind("latent"), LayerKind("state", window=2)
+CROSS = LayerKind("cross")
 PAGED = ("full", "window", "latent", "state")  # kinds that blocks are kept of
 READ = 16  # keys that a kernel reads together, from a multiple of it on: a masked one must still be the request's own
 
@@ -178,19 +184,21 @@ def block_size_for(state: StateSpec, bytes_per_token: int, asked: int) -> int:
     return asked if needed <= asked else -(-needed // READ) * READ
 
 
-def one_group(num_layers: int) -> KVGroups:
+def one_group(kinds: Sequence[LayerKind]) -> KVGroups:
     """All layers together: each keeps all tokens, and a window is no more than a mask."""
-    return KVGroups((KVGroup(FULL, tuple(range(num_layers))),))
+    return KVGroups((KVGroup(FULL, tuple(i for i, kind in enumerate(kinds) if kind != CROSS)),))
 
 
 def group_layers(kinds: Sequence[LayerKind]) -> KVGroups:
     """Groups of as many layers as the rarest kind has; or as the commonest one, if that is little more: then a few
-    places of a block stay empty, and there are fewer tables (vLLM's rule). Those of states are the last."""
-    unknown = {kind.name for kind in kinds} - set(PAGED)
+    places of a block stay empty, and there are fewer tables (vLLM's rule). Those of states are the last. Layers of
+    cross attention are in none."""
+    unknown = {kind.name for kind in kinds} - {*PAGED, CROSS.name}
     assert not unknown, f"no pages are laid out for layers of kind {', '.join(sorted(unknown))}"
     members: dict[LayerKind, list[int]] = {}
     for layer, kind in enumerate(kinds):
-        members.setdefault(kind, []).append(layer)
+        if kind != CROSS:
+            members.setdefault(kind, []).append(layer)
     fewest, most = (choose(map(len, members.values())) for choose in (min, max))
     size = most if most < 1.25 * fewest else fewest
     return KVGroups(

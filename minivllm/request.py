@@ -15,11 +15,11 @@ The last of these may be a token that nobody has seen: it is being sampled, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -296,6 +296,14 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+
+class Beside(NamedTuple):
+    """What a prompt has beside its tokens."""
+
+    token_ids: Sequence[int] = ()  # placeholders, which stand before them
+    items: tuple[Item, ...] = ()
+    contents: Mapping[str, bytes] = {}  # of the items, by digest
 
 
 # Of a request that ends with a vector: what a scheduler shall take the vector for, one token behind the prompt.

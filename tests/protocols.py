@@ -4,8 +4,9 @@ The engine takes its parts from registries, by name, so no call in it shows a ch
 is assigned to the type of its Protocol. Nothing runs this; tests/test_protocols.py asks that no part is missing.
 """
 
-from minivllm.attention.base import AttentionBackend, LatentBackend, StateBackend
+from minivllm.attention.base import AttentionBackend, CrossBackend, LatentBackend, StateBackend
 from minivllm.attention.cpu import CPUAttention
+from minivllm.attention.cross import CrossReference, CrossSDPA
 from minivllm.attention.flash import FlashBackend
 from minivllm.attention.flashinfer import FlashInferBackend
 from minivllm.attention.flex import FlexBackend
@@ -125,6 +126,7 @@ reference: list[type[AttentionBackend]] = [ReferenceAttention]  # pyright: ignor
 latent_reference: list[type[LatentBackend]] = [LatentReference]  # pyright: ignore[reportAssignmentType]
 latent_backends: list[type[LatentBackend]] = [LatentCPU]
 state_backends: list[type[StateBackend]] = [StateReference, StateChunked, StateCPU]
+cross_backends: list[type[CrossBackend]] = [CrossReference, CrossSDPA]
 gpu_attention_backends: list[type[AttentionBackend]] = [TritonAttention, FlashBackend, FlashInferBackend]
 logits_processors: list[type[LogitsProcessor]] = [
     GrammarMask,

@@ -4,8 +4,8 @@ A backend sees one batch of tokens in request order: request r owns query rows q
 are the last tokens of its seq_lens[r] tokens. There is no prefill or decode flag: a decode is a request with one query.
 
 A layer says of which kind it is, and each kind has backends of its own: of K and V by heads an AttentionBackend, of one
-latent vector a token a LatentBackend, of one state for all tokens a StateBackend. All are called alike, so nothing
-between a model and them knows the kinds.
+latent vector a token a LatentBackend, of one state for all tokens a StateBackend, of an encoder's output a
+CrossBackend. All are called alike, so nothing between a model and them knows the kinds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from minivllm.kv_groups import FULL, LATENT, STATE, Latent, LayerKind, StateSpec
+from minivllm.kv_groups import CROSS, FULL, LATENT, STATE, Latent, LayerKind, StateSpec
 
 if TYPE_CHECKING:
     from minivllm.batch import InputBatch
@@ -39,6 +39,7 @@ class AttentionSpec:
     latent: Latent | None = None  # what is kept of a token in the place of K and V (attention/latent.py)
     state: StateSpec | None = None  # what is kept of all tokens in that place (attention/state.py); then the heads are
     # those of the attention layers beside it, whose pages it shares
+    cross: int | None = None  # positions of an encoder's output, which is read in the place of the request's own tokens
     group: int = field(default=0, hash=False)  # the KV group whose block tables it reads (attention/groups.py)
 
     @property
@@ -49,6 +50,8 @@ class AttentionSpec:
             return LATENT
         if self.state is not None:
             return STATE
+        if self.cross is not None:
+            return CROSS
         return FULL if self.sliding_window is None else LayerKind("window", self.sliding_window)
 
 
@@ -175,4 +178,19 @@ class StateBackend(Protocol):
         float32: the logarithm of what is left of the state, and how much of v is taken into it. weights [kernel + 2,
         channels] float32 (StateSpec.weights_shape). out [T, value heads, value size] float32: what the state answers
         to q."""
+        ...
+
+
+class CrossBackend(Protocol):
+    """The same for layers of cross attention: one registry entry of the `runner.attention` axis for such layers
+    (features.CROSS_ATTENTION). What they read is written before the forward, by a model's state
+    (runner/model_state.py)."""
+
+    def prepare(self, batch: InputBatch) -> Any:
+        """batch.encoded says which slot each request reads."""
+        ...
+
+    def forward(self, q: Tensor, kv: Tensor, meta: Any, layer: AttentionSpec, out: Tensor) -> None:
+        """Attend q [T, heads, head_size] to all positions of its request's slot, into out. kv [slots, 2 (K, V),
+        kv_heads, positions, head_size]."""
         ...

@@ -5,7 +5,7 @@ All work on the same tensors, in blocks that the pool has given to their group. 
 the backend is that of the layers.
 
 Layers with recurrent states have backends of another kind, and their groups share the tensors all the same: a state
-lies in a page of K and V (HybridAttention).
+lies in a page of K and V (HybridAttention). Layers of cross attention are in no group (cross.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec, StateBackend
+from minivllm.attention.base import AttentionBackend, AttentionSpec, CrossBackend, KVSpec, StateBackend
+from minivllm.attention.cross import WithCrossAttention
 from minivllm.kv_groups import KVGroups
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def in_groups(layers: list[AttentionSpec], groups: KVGroups) -> list[AttentionSpec]:
-    """The layers, each with its group."""
+    """The layers, each with its group, if it is in one."""
     places = groups.places()
-    return [replace(layer, group=places[i][0]) for i, layer in enumerate(layers)]
+    return [replace(layer, group=places[i][0]) if i in places else layer for i, layer in enumerate(layers)]
 
 
 def make_backend(
@@ -37,8 +38,13 @@ def make_backend(
     num_blocks: int,
     device: torch.device,
     of_states: type[StateBackend] | None = None,
+    of_cross: type[CrossBackend] | None = None,
 ) -> AttentionBackend:
-    """For layers that know their groups. of_states: of those with recurrent states, if there are such."""
+    """For layers that know their groups. of_states: of those with recurrent states, if there are such; of_cross: of
+    those of cross attention."""
+    if of_cross is not None:
+        own = [layer for layer in layers if layer.cross is None]
+        return WithCrossAttention(make_backend(kind, own, spec, num_blocks, device, of_states), of_cross())
     if all(layer.group == 0 for layer in layers):
         return kind(layers, spec, num_blocks, device)
     if of_states is not None:
@@ -140,4 +146,5 @@ class HybridAttention:
 
 def backends_of(backend: AttentionBackend) -> list[AttentionBackend]:
     """Of each KV group."""
+    backend = backend.attention if isinstance(backend, WithCrossAttention) else backend
     return backend.backends if isinstance(backend, GroupedAttention) else [backend]

@@ -98,6 +98,7 @@ def unsupported(layer: AttentionSpec) -> str | None:
         "a soft cap on scores": layer.soft_cap,
         "latent attention": layer.latent,
         "recurrent states": layer.state,
+        "cross attention": layer.cross,
     }
     return next((what for what, value in found.items() if value is not None), None)
 

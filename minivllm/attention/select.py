@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.attention.base import AttentionBackend, AttentionSpec, StateBackend
+from minivllm.attention.base import AttentionBackend, AttentionSpec, CrossBackend, StateBackend
 from minivllm.errors import ConfigError
 from minivllm.registry import Registry
 
@@ -54,6 +54,15 @@ def state_backend(
 ) -> type[StateBackend] | None:
     """Of the layers with recurrent states, if there are such. name: of the attention layers' backend."""
     if all(layer.state is None for layer in layers):
+        return None
+    return registry.get(name if name in registry.names() else "sdpa")
+
+
+def cross_backend(
+    name: str, layers: Sequence[AttentionSpec], registry: Registry[CrossBackend]
+) -> type[CrossBackend] | None:
+    """Of the layers of cross attention, likewise."""
+    if all(layer.cross is None for layer in layers):
         return None
     return registry.get(name if name in registry.names() else "sdpa")
 

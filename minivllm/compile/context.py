@@ -128,6 +128,12 @@ def attend_state(qkv: Tensor, gates: Tensor, weights: Tensor, value_size: int, l
     return out
 
 
+def attend_cross(q: Tensor, layer: int) -> Tensor:
+    """The same in a layer of cross attention, which writes nothing (attention/base.py: CrossBackend). q [T, heads,
+    head_size] -> like q, contiguous."""
+    return attend(q, q, q, layer)
+
+
 class Rope(NamedTuple):
     """How q and k are normed and rotated."""
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from minivllm.config import Decision, EngineConfig, from_vllm_names
+from minivllm.engine.audio import KEY as AUDIO
+from minivllm.engine.audio import AudioReader
 from minivllm.engine.build import build
 from minivllm.engine.core import Observer
 from minivllm.engine.link import Link, ThreadLink
@@ -29,10 +31,11 @@ from minivllm.lora.request import LoRARequest
 from minivllm.lora.table import Adapter, find, lora_is_off
 from minivllm.plan import Delta
 from minivllm.pooling.task import GENERATE
-from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
+from minivllm.request import BeamSearchParams, Beside, EngineRequest, SamplingParams, sequence_ids
 
 # Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dictionary may have a "cache_salt", and with or
-# without a text or ids "prompt_embeds", vectors that stand before them.
+# without a text or ids "prompt_embeds", vectors that stand before them. Of a model that hears, a text gets no special
+# tokens but those that are written in it, and "multi_modal_data" is {"audio": (samples, how many a second)}.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 OutputKind = Literal["cumulative", "delta", "final"]
 Messages = Sequence[Mapping[str, Any]]
@@ -140,6 +143,8 @@ class FrontEnd:
         self.clock = clock
         self._vocab_size = facts.info["vocab_size"]
         self._embed_size = facts.info.get("embed_size", 0)
+        shape = facts.info.get("audio_shape")
+        self.audio = AudioReader(*shape) if shape else None  # what the model hears, if it does
         self._max_logprobs = facts.config.engine.max_logprobs
         self._own = object()  # tells what this front end has resolved from what another has
         self._rng = random.Random(f"{facts.config.model.seed}/{number}" if number else facts.config.model.seed)
@@ -147,16 +152,16 @@ class FrontEnd:
     def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text if it was given, token ids). Raises BadRequest for anything that is no prompt."""
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", PROMPT_EMBEDS}
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", PROMPT_EMBEDS, AUDIO}
             if unknown or not prompt:
                 raise BadRequest(
                     'a prompt dictionary has "prompt", "prompt_token_ids" or "prompt_embeds", and may have '
-                    f'"cache_salt"; not {sorted(unknown)}',
+                    f'"cache_salt" and, where the model hears, "multi_modal_data"; not {sorted(unknown)}',
                     "prompt",
                 )
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt", [] if PROMPT_EMBEDS in prompt else None))
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=self.audio is None)
         if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
             return None, list(prompt)
         raise BadRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}", "prompt")
@@ -184,9 +189,9 @@ class FrontEnd:
         client: whose share of the engine they take, where scheduler.policy is fair.
         """
         text, token_ids = self.tokenize(prompt)
-        embeds = embeds_of(prompt, self._embed_size, self.max_model_len)
-        if embeds.items:
-            token_ids = [*embeds.token_ids, *token_ids]
+        beside = self._beside(prompt)
+        if beside.token_ids:
+            token_ids = [*beside.token_ids, *token_ids]
             check_params(params.step if isinstance(params, BeamSearchParams) else params)
         cache_salt = salt_of(prompt) or cache_salt
         beam = params if isinstance(params, BeamSearchParams) else None
@@ -200,11 +205,19 @@ class FrontEnd:
         return [
             EngineRequest(
                 *(req_id, token_ids, child, now, priority, adapter, cache_salt, group, beam, client),
-                items=embeds.items,
-                contents=embeds.contents,
+                items=beside.items,
+                contents=beside.contents,
             )
             for req_id, child in zip(ids, each, strict=False)
         ]
+
+    def _beside(self, prompt: Prompt) -> Beside:
+        """What it has beside its tokens. Raises BadRequest."""
+        if self.audio is not None:
+            return self.audio.read(prompt)
+        if isinstance(prompt, Mapping) and AUDIO in prompt:
+            raise BadRequest("this model takes text alone, and no sound or images", AUDIO)
+        return embeds_of(prompt, self._embed_size, self.max_model_len)
 
     def prepare(self, params: SamplingParams, token_ids: list[int], most: int | None = None) -> SamplingParams:
         """Check the parameters against prompt, model and tokenizer, and decide what was left open. most: reported

@@ -9,39 +9,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from minivllm.errors import BadRequest
-from minivllm.request import Item, SamplingParams
+from minivllm.request import Beside, Item, SamplingParams
 
 PLACEHOLDER = 0  # the token id that is told where there is no token
 MOST = 1e4  # that a number may be; embeddings are far below, and no dtype overflows here
 KEY = "prompt_embeds"
 
 
-class Embeds(NamedTuple):
-    token_ids: list[int]  # placeholders
-    items: tuple[Item, ...] = ()
-    contents: Mapping[str, bytes] = {}
-
-
-NONE = Embeds([])
-
-
-def embeds_of(prompt: Any, width: int, max_length: int) -> Embeds:
-    """Of a prompt dictionary, which may hold what this has made; NONE for any other prompt. width: numbers a position,
-    0: this model takes none. Raises BadRequest."""
+def embeds_of(prompt: Any, width: int, max_length: int) -> Beside:
+    """Of a prompt dictionary, which may hold what this has made; nothing of any other prompt. width: numbers a
+    position, 0: this model takes none. Raises BadRequest."""
     if not isinstance(prompt, Mapping) or KEY not in prompt:
-        return NONE
-    if isinstance(prompt[KEY], Embeds):
+        return Beside()
+    if isinstance(prompt[KEY], Beside):
         return prompt[KEY]
     if not width:
         raise BadRequest("this model takes no prompt embeddings", KEY)
     rows = as_rows(prompt[KEY], width, max_length)
     digest, content = f"embeds:{hashlib.sha256(rows.data).hexdigest()}", rows.tobytes()
-    return Embeds([PLACEHOLDER] * len(rows), (Item(0, len(rows), digest),), {digest: content})
+    return Beside([PLACEHOLDER] * len(rows), (Item(0, len(rows), digest),), {digest: content})
 
 
 def as_rows(given: Any, width: int, max_length: int) -> np.ndarray:

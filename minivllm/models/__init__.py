@@ -67,6 +67,7 @@ MODEL_FILES = (
         gguf=("starcoder2",),
     ),
     ModelFile("minivllm.models.opt", "OPTModel", {"OPTForCausalLM": "opt"}),
+    ModelFile("minivllm.models.whisper", "WhisperModel", {"WhisperForConditionalGeneration": "whisper"}),
     ModelFile("minivllm.models.falcon", "FalconModel", {"FalconForCausalLM": "falcon"}),
     ModelFile("minivllm.models.bloom", "BloomModel", {"BloomForCausalLM": "bloom"}),
     ModelFile("minivllm.models.gptj", "GPTJModel", {"GPTJForCausalLM": "gptj"}),

@@ -81,6 +81,7 @@ class ModelSpec:
     has_head: bool = True  # False: no LM head, so it embeds and cannot generate
     classifier: ClassifierSpec | None = None  # in place of the LM head
     latent: Latent | None = None  # what attention keeps of a token, if it is not K and V of each head
+    num_source: int = 0  # positions of an encoder's output that its layers read; 0: it has no encoder
 
     @property
     def network(self) -> str:

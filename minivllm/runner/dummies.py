@@ -42,4 +42,5 @@ class DummyBatches:
             max_query=longest,
             max_seq=longest,
             whole=queries > 0,
+            encoded=np.zeros(num_requests, np.int64),
         )

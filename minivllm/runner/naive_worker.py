@@ -125,6 +125,8 @@ def load_transformers(files: ModelFiles, dtype: torch.dtype, device: torch.devic
     """The same weights as minivllm.loading.load() gives our own model, a dummy's random ones included."""
     import transformers
 
+    if files.spec.num_source:
+        raise ModelError(f"{files.name}: executor.kind=naive runs decoders alone, and this model has an encoder")
     if files.format is not None:
         raise ModelError(f"{files.name}: transformers' own model is not loaded from {files.format.name} weights")
     if files.is_gguf:

@@ -10,29 +10,25 @@ import gc
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minivllm.batch import BatchKey, InputSizes
 from minivllm.compile.context import run_forward
 from minivllm.runner.dummies import DummyBatches
 from minivllm.runner.forward_graphs import Graphed
-from minivllm.runner.memory import zeros
 
 
 @torch.inference_mode()
 def profile_run(
     model: nn.Module,
     graphed: Graphed,
-    kv_shape: tuple[int, ...],
-    kv_dtype: torch.dtype,
+    caches: list[Tensor],
     sizes: InputSizes,
     num_tokens: int,
 ) -> None:
-    """kv_shape: of a cache of one block, the spare one. num_tokens: the most that a step has."""
+    """caches: of one block, the spare one, for each layer. num_tokens: the most that a step has."""
     forward, attention = graphed.forward, graphed.attention
     dummies = DummyBatches(sizes.spare_block, sizes.block_size, sizes.max_model_len, sizes.num_groups)
-    device = next(model.parameters()).device
-    caches = [zeros(kv_shape, kv_dtype, device) for _ in model.attention_layers]
 
     def run(key: BatchKey) -> None:
         run_forward(forward, dummies.make(*key), attention, caches, model.attention_layers)

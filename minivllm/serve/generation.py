@@ -30,11 +30,11 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
 from minivllm.engine.output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minivllm.engine.prepare import check_prompt_logprobs, num_logprobs
-from minivllm.engine.prompt_embeds import KEY, NONE, Embeds
+from minivllm.engine.prompt_embeds import KEY
 from minivllm.errors import BadRequest
 from minivllm.plan import NO_DISTRIBUTION, NO_LOGITS, NO_MEMORY, TOO_SLOW
 from minivllm.registry import did_you_mean
-from minivllm.request import BeamSearchParams, SamplingParams
+from minivllm.request import BeamSearchParams, Beside, SamplingParams
 from minivllm.serve import bodies, errors
 from minivllm.serve.connection import encoded
 from minivllm.serve.deadline import Deadline
@@ -67,7 +67,7 @@ DONE = b"data: [DONE]\n\n"
 class Prompt(NamedTuple):
     token_ids: list[int]  # placeholders, where it is given as vectors
     text: str
-    embeds: Embeds = NONE
+    embeds: Beside = Beside()
 
     @property
     def given(self) -> dict[str, Any]:

@@ -82,6 +82,11 @@ def self_draft(config: EngineConfig, loaded: LoadedModel, dtype: torch.dtype, de
     num_layers = config.spec_decode.layers
     if num_layers >= loaded.spec.num_layers:
         raise ConfigError(f"spec_decode.layers={num_layers}: must be fewer than the model's {loaded.spec.num_layers}")
+    if loaded.spec.num_source:
+        raise ConfigError(
+            "spec_decode.method=self_draft runs a model's first layers by themselves, and this model's read an "
+            "encoder's output as well. Use spec_decode.method=ngram, or none"
+        )
 
     def make(target: Target) -> Proposer:
         early = first_layers(target.model, num_layers)

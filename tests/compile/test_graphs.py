@@ -443,7 +443,7 @@ def test_a_profile_run_is_the_warm_up_over_one_block(tiny, monkeypatch):
     record = RecordedCalls.record_around
     monkeypatch.setattr(RecordedCalls, "record_around", lambda self, run: recorded.append(run) or record(self, run))
     made, kv_shape, sizes = graphed(tiny, full_and_piecewise, spare_block=0)
-    profile_run(tiny, made, kv_shape, torch.float32, sizes, num_tokens=200)
+    profile_run(tiny, made, [torch.zeros(kv_shape) for _ in tiny.attention_layers], sizes, num_tokens=200)
     assert len(recorded) == len(capture_sizes(6)) + len(capture_sizes(64))
 
 

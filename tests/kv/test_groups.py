@@ -79,7 +79,7 @@ def kept_by(kv, req_id, group):
 
 
 def test_layers_of_one_kind_are_one_group():
-    assert group_layers([FULL] * 3) == one_group(3)
+    assert group_layers([FULL] * 3) == one_group([FULL] * 3)
     assert group_layers([window(8)] * 2) == KVGroups((KVGroup(window(8), (0, 1)),))
 
 
@@ -104,8 +104,8 @@ def test_a_place_of_a_tensor_belongs_to_one_layer_of_a_group():
 
 
 def test_a_kind_without_pages_is_refused_by_its_name():
-    with pytest.raises(AssertionError, match="cross"):
-        group_layers([FULL, LayerKind("cross")])
+    with pytest.raises(AssertionError, match="none"):
+        group_layers([FULL, LayerKind("none")])
 
 
 def test_groups_of_states_are_the_last_and_are_called_that():
@@ -182,7 +182,7 @@ def test_a_pool_holds_more_requests_of_a_model_with_windows():
     """Six layers, two of which see all: as many bytes hold twice as many requests of 400 tokens."""
     num_layer_blocks, kinds = 1200, [FULL, window(16), window(16)] * 2
     held = {}
-    for name, groups in ("windows", group_layers(kinds)), ("one group", one_group(6)):
+    for name, groups in ("windows", group_layers(kinds)), ("one group", one_group(kinds)):
         indexes = [HashPrefix(seed="test") for _ in groups.windows]
         prefix = GroupPrefix(indexes, groups.windows, BLOCK, num_layer_blocks // groups.num_tensors)
         num_blocks = num_layer_blocks // groups.num_tensors

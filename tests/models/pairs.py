@@ -35,18 +35,22 @@ BF16_TOLERANCE = 0.06
 
 
 def save_oracle(config: Any, folder: Path, **how: Any) -> Any:
-    """transformers' model in fp32, saved with a tokenizer, every parameter random: biases and norms too. how: to save
-    it."""
+    """transformers' model in fp32, every parameter random, saved with a tokenizer. how: to save it."""
     torch.manual_seed(0)
-    oracle = AutoModelForCausalLM.from_config(config).eval()
+    oracle = make_random(AutoModelForCausalLM.from_config(config).eval())
+    oracle.save_pretrained(folder, **how)
+    write_tokenizer(folder, config.vocab_size)
+    return oracle
+
+
+def make_random(oracle: Any) -> Any:
+    """Biases and norms too, which transformers makes alike."""
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             if "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.5)
-    oracle.save_pretrained(folder, **how)
-    write_tokenizer(folder, config.vocab_size)
     return oracle
 
 

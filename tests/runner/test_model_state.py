@@ -12,6 +12,7 @@ import torch
 from naive_attention import NaiveAttention
 from torch import Tensor
 
+from minivllm.attention.base import AttentionSpec
 from minivllm.batch import InputBatch
 from minivllm.compile.context import run_forward
 from minivllm.compile.graphs import Captures, Exact, RecordedCalls
@@ -119,9 +120,52 @@ def test_a_model_may_turn_by_three_positions_a_token(model, way):
 
 
 def test_a_model_declares_its_own_state():
-    plain, own = SimpleNamespace(), SimpleNamespace(make_state=lambda device: ThreePositions())
-    assert isinstance(make_state(own, WIDTH, torch.float32, CPU), ThreePositions)
-    assert make_state(plain, WIDTH, torch.float32, CPU).width == WIDTH
+    plain = SimpleNamespace(attention_layers=[AttentionSpec(2, 2, 4, 1.0)])
+    own = SimpleNamespace(make_state=lambda device: ThreePositions())
+    assert isinstance(make_state(own, WIDTH, torch.float32, CPU, []), ThreePositions)
+    assert make_state(plain, WIDTH, torch.float32, CPU, [torch.zeros(1)]).width == WIDTH
+
+
+class Doubles:
+    """An encoder whose output is what it is given, and twice that in the second cross layer: of layers 1 and 2."""
+
+    input_shape = (2, 1, 3, 1)
+    attention_layers = (AttentionSpec(1, 1, 1, 1.0), *[AttentionSpec(1, 1, 1, 1.0, cross=3)] * 2)
+
+    def encode(self, x: Tensor) -> list[tuple[int, Tensor]]:
+        return [(1, x), (2, 2 * x)]
+
+
+def test_an_encoders_output_has_a_slot_while_a_request_names_it():
+    model, caches = Doubles(), [torch.zeros(1), *(torch.zeros(2, 2, 1, 3, 1) for _ in range(2))]
+    state = make_state(model, WIDTH, torch.float32, CPU, caches)
+    contents = {name: np.full(6, number, np.float32).tobytes() for number, name in enumerate("abcd", start=1)}
+
+    def take(encode: str = "", forget: str = "", **joins: str) -> None:
+        """encode, forget: digests; joins: {row: digest}."""
+        state.encode(StepPlan(0, encode=[(name, contents[name]) for name in encode], forget=list(forget)))
+        for row, digest in joins.items():
+            item = Item(0, 1, digest)
+            state.join(int(row[1:]), Join(row, [0], 1, SamplingParams(), items=(item,)))
+
+    def read(*rows: int) -> list[float]:
+        """What requests in these rows would read of each cross layer."""
+        batch = batch_of([(row, 0, 1) for row in rows])
+        state.prepare(batch)
+        found = [caches[layer][slot].unique().tolist() for layer in (1, 2) for slot in batch.encoded]
+        return [number for (number,) in found]
+
+    assert state.width == 0
+    take(encode="ab", r0="a", r1="b")
+    assert read(0, 1) == [1, 2, 2, 4] and read(1) == [2, 4]
+    take(encode="c", forget="a", r0="c")
+    assert read(0, 1) == [3, 2, 6, 4]
+    take(encode="b", forget="d", r1="b")  # a step that is tried again; and one that was taken back before it ran
+    assert read(0, 1) == [3, 2, 6, 4]
+    take(encode="d", forget="bc", r1="d")
+    take(encode="a", r0="a")
+    assert read(1, 0) == [4, 1, 8, 2]
+    assert len(read(*range(40))) == 80  # a dummy batch may have more rows than there are
 
 
 @torch.inference_mode()

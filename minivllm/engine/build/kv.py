@@ -62,7 +62,7 @@ def choose_groups(
     if STATE in kinds:
         raise ConfigError(f"this model's layers keep recurrent states, in blocks of groups of their own, and {why}")
     decisions.note("kv.allocation", config.kv.allocation, f"layers with windows keep all tokens: {why}")
-    return one_group(len(kinds))
+    return one_group(kinds)
 
 
 def build_handing_over(kind: type[PagedKVManager], config: EngineConfig, *sizes: Any) -> KVManager:

@@ -43,7 +43,7 @@ class NaiveWorkerBuilder(WorkerBuilder):
 
     def make_groups(self, layers: list[AttentionSpec], recipe: Recipe) -> KVGroups:
         """What transformers keeps of a window is its own affair."""
-        return one_group(len(layers))
+        return one_group([layer.kind for layer in layers])
 
     def profile_run(self, *_: object) -> None:
         """The block pool is a ledger: nothing has to be left to forwards."""

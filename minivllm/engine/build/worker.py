@@ -7,20 +7,24 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from math import prod
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from minivllm import features
-from minivllm.attention.base import AttentionBackend, AttentionSpec, KVSpec, StateBackend, kv_spec
+from minivllm.attention.base import AttentionBackend, AttentionSpec, CrossBackend, KVSpec, StateBackend, kv_spec
+from minivllm.attention.cross import slots_shape
 from minivllm.attention.groups import in_groups, make_backend
-from minivllm.attention.select import check_alike, is_latent, state_backend
+from minivllm.attention.select import check_alike, cross_backend, is_latent, state_backend
 from minivllm.attention.select import choose as choose_attention
 from minivllm.batch import BatchKey, InputSizes
 from minivllm.config import Decision, Decisions, EngineConfig, budget_of, declared_conflict
 from minivllm.engine.build.facts import About, facts_with_kv
 from minivllm.engine.build.grammars import build_grammars
 from minivllm.engine.build.kv import choose_groups
+from minivllm.errors import ConfigError
 from minivllm.facts import WorkerFacts
 from minivllm.kernels.dispatch import Dispatch
 from minivllm.kv_groups import KVGroups, block_size_for
@@ -74,6 +78,7 @@ class WorkerBuilder:
         self.dtype = self.decisions.note("model.dtype", *choose_dtype(config.model.dtype, self.device))
         self.kernels = Dispatch(config.runner.kernels, self.device)
         self.of_states: type[StateBackend] | None = None
+        self.of_cross: type[CrossBackend] | None = None
         self.throttle = Throttle(config.scheduler.max_num_seqs)
 
     def build(self) -> Worker:
@@ -88,10 +93,10 @@ class WorkerBuilder:
         kv_spec = replace(self._kv_spec(layers), num_layers=groups.num_tensors, beside=recipe.bytes_per_block)
         self._rotate_in_kernel(loaded.model, backend_class)
         forwards = peak_of(lambda: self.profile_run(loaded, backend_class, kv_spec), self.device)
-        forwards += gpu_bytes_beside(config.runner.compile, self.device)
+        forwards += gpu_bytes_beside(config.runner.compile, self.device) + self._bytes_encoded(layers)
         sizes, decisions = size_memory(config, kv_spec, groups, self.device, loaded.spec.max_position, forwards)
         self.decisions += decisions
-        backend = make_backend(backend_class, layers, kv_spec, sizes.num_blocks + 1, self.device, self.of_states)
+        backend = self._make_backend(backend_class, layers, kv_spec, sizes.num_blocks + 1)
         runner = self.make_runner(loaded, backend, sizes, recipe)
         num_groups = len(groups.groups)
         dummies = DummyBatches(sizes.num_blocks, config.kv.block_size, sizes.max_model_len, num_groups)
@@ -132,7 +137,8 @@ class WorkerBuilder:
     # ----------------------------------------------------------------------------------------------------- attention
 
     def choose_attention(self, layers: list[AttentionSpec], recipe: Recipe) -> tuple[str, type[AttentionBackend]]:
-        subjects = [(layers, self._kv_spec(layers)), *([] if recipe.own is None else [recipe.own])]
+        own = [layer for layer in layers if layer.cross is None]
+        subjects = [(own, self._kv_spec(own)), *([] if recipe.own is None else [recipe.own])]
         check_alike(layers, [] if recipe.own is None else recipe.own.layers)
         registry = features.LATENT_ATTENTION if is_latent(layers) else features.ATTENTION
         writes = {"cache write in 8 bits" if spec.dtype.itemsize == 1 else "cache write" for _, spec in subjects}
@@ -149,6 +155,7 @@ class WorkerBuilder:
             self.config.runner.attention, self.device, layers, registry, other, proves
         )
         self.of_states = state_backend(choice.name, layers, features.STATE_ATTENTION)
+        self.of_cross = cross_backend(choice.name, layers, features.CROSS_ATTENTION)
         self.decisions.note("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
 
@@ -165,6 +172,15 @@ class WorkerBuilder:
         self.decisions.note("kv.block_size", size, f"a block holds a layer's recurrent state, which takes {takes}")
         return self.config.override({"kv.block_size": size})
 
+    def _bytes_encoded(self, layers: list[AttentionSpec]) -> int:
+        """Of what layers of cross attention read, as much as all requests together can have."""
+        rows = self.config.scheduler.max_num_seqs
+        sizes = [prod(slots_shape(layer, 1)) * self.dtype.itemsize for layer in layers if layer.cross is not None]
+        if sizes:
+            room = f"each has room for K and V of an encoder's output, {format_size(sum(sizes))}"
+            self.decisions.note("scheduler.max_num_seqs", rows, f"as configured; {room}")
+        return rows * sum(sizes)
+
     def make_groups(self, layers: list[AttentionSpec], recipe: Recipe) -> KVGroups:
         return choose_groups(self.config, [layer.kind for layer in layers], recipe.own is not None, self.decisions)
 
@@ -174,6 +190,11 @@ class WorkerBuilder:
         if placed.reason is not None:
             self.decisions.note("runner.inputs", name, placed.reason)
         return placed.make
+
+    def _make_backend(
+        self, kind: type[AttentionBackend], layers: list[AttentionSpec], spec: KVSpec, num_blocks: int
+    ) -> AttentionBackend:
+        return make_backend(kind, layers, spec, num_blocks, self.device, self.of_states, self.of_cross)
 
     def _rotate_in_kernel(self, model: torch.nn.Module, backend_class: type[AttentionBackend]) -> None:
         """Where the model and its attention backend can, and the kernel is used. Before any forward is made."""
@@ -219,11 +240,12 @@ class WorkerBuilder:
 
     def profile_run(self, loaded: LoadedModel, backend_class: type[AttentionBackend], spec: KVSpec) -> None:
         layers, longest = loaded.model.attention_layers, self.config.model.max_model_len or loaded.spec.max_position
-        attention = make_backend(backend_class, layers, spec, 1, self.device, self.of_states)
+        attention = self._make_backend(backend_class, layers, spec, 1)
         sizes = self._input_sizes(Sizes(num_blocks=0, num_host_blocks=0, max_model_len=longest))  # the spare one alone
         graphed, most = self._forward(loaded.model, attention, sizes), budget_of(self.config, longest)
         with nullcontext(self.make_inputs(sizes)):  # its tables may take the device's memory, beside the forwards
-            profile_run(loaded.model, graphed, attention.kv_shape(1), spec.dtype, sizes, most)
+            tensors = [zeros(attention.kv_shape(1), spec.dtype, self.device) for _ in range(self.groups.num_tensors)]
+            profile_run(loaded.model, graphed, self._caches(layers, tensors, 1), sizes, most)
 
     # -------------------------------------------------------------------------------------------------------- runner
 
@@ -232,8 +254,8 @@ class WorkerBuilder:
         # One spare block takes the K and V of padding tokens.
         shape = backend.kv_shape(sizes.num_blocks + 1)
         tensors = [zeros(shape, kv_dtype, self.device, config.kv.prefault) for _ in range(self.groups.num_tensors)]
-        device_caches = [tensors[tensor] for _, (_, tensor) in sorted(self.groups.places().items())]
-        adapters = self._adapters(model)  # first: a forward that is traced must see them
+        device_caches = self._caches(model.attention_layers, tensors, config.scheduler.max_num_seqs)
+        adapters = self._adapters(loaded)  # first: a forward that is traced must see them
         inputs = self.make_inputs(self._input_sizes(sizes))
         sampler = self._sampler(loaded)
         proposer = recipe.make(
@@ -266,7 +288,7 @@ class WorkerBuilder:
         moves_blocks = config.kv.fork == "share" or config.kv.preemption != "recompute"  # else no kernel is compiled
         move = choose_move(self.kernels, *places) if moves_blocks else TorchMove(backend.block_axis)
         prompt_logprobs = PromptLogprobs(model.logits, send_for(num_async, self.device))
-        model_state = make_state(model, loaded.spec.hidden_size, self.dtype, self.device)
+        model_state = make_state(model, loaded.spec.hidden_size, self.dtype, self.device, device_caches)
         return ModelRunner(
             model=model,
             forward=graphed.forward,
@@ -281,6 +303,14 @@ class WorkerBuilder:
             states=(sampler, prompt_logprobs, proposer, adapters, model_state),
         )
 
+    def _caches(self, layers: list[AttentionSpec], tensors: list[Tensor], num_slots: int) -> list[Tensor]:
+        """What each layer reads: its group's tensor or, of cross attention, slots of its own."""
+        places = self.groups.places()
+        return [
+            tensors[places[i][1]] if i in places else zeros(slots_shape(layer, num_slots), self.dtype, self.device)
+            for i, layer in enumerate(layers)
+        ]
+
     def _input_sizes(self, sizes: Sizes) -> InputSizes:
         max_rows, block_size = self.config.scheduler.max_num_seqs, self.config.kv.block_size
         return InputSizes(max_rows, sizes.max_model_len, block_size, sizes.num_blocks, len(self.groups.groups))
@@ -291,12 +321,17 @@ class WorkerBuilder:
         max_rows, draws = self.config.scheduler.max_num_seqs, choose_draws(self.kernels)
         return Sampler(loaded.spec.vocab_size, max_rows, self.device, processors, draws)
 
-    def _adapters(self, model: torch.nn.Module) -> AdapterSlots | NoAdapters:
+    def _adapters(self, loaded: LoadedModel) -> AdapterSlots | NoAdapters:
         lora = self.config.lora
         if not lora.enabled:
             return NoAdapters()
+        if loaded.spec.num_source:
+            raise ConfigError(
+                "lora.enabled: adapters change what a step computes for each of its requests, and this model's encoder "
+                "runs outside of steps. Use lora.enabled=false"
+            )
         sizes = lora.max_loras, lora.max_rank, self.config.scheduler.max_num_seqs
-        slots = AdapterSlots(model, *sizes, self.dtype, self.kernels)
+        slots = AdapterSlots(loaded.model, *sizes, self.dtype, self.kernels)
         self.decisions.note("lora.enabled", lora.max_loras, slots.reason)
         return slots
 
@@ -332,7 +367,8 @@ class WorkerBuilder:
     def _facts(
         self, loaded: LoadedModel, attention: str, sizes: Sizes, runner: ModelRunner, seconds: float
     ) -> WorkerFacts:
-        dtype, more = str(self.dtype).removeprefix("torch."), {"embed_size": runner.model_state.width}
+        dtype = str(self.dtype).removeprefix("torch.")
+        more = {"embed_size": runner.model_state.width, "audio_shape": getattr(loaded.model, "input_shape", ())}
         told = loaded.name, loaded.tokenizer_dir, str(self.device), loaded.spec.vocab_size, dtype, attention, more
         budget, lookahead = self._budget(sizes.max_model_len), runner.head.lookahead
         return facts_with_kv(self.config, About(*told), sizes, self.groups, self.decisions, seconds, budget, lookahead)
