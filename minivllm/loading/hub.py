@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minivllm.errors import ModelError
 
-FILES = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja")
+FILES = ("*.json", "*.safetensors", "model.bin", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja")
 TOKENIZER_FILES = ("*.json", "tokenizer.model", "merges.txt", "vocab.txt", "*.jinja")
 _INSTEAD = "Give a local folder or a .gguf file instead, or leave the model out for the default"
 

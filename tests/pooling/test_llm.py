@@ -399,4 +399,5 @@ def test_a_step_that_is_smaller_than_the_model_limits_a_text(folder, oracle):
 
 
 def test_the_aliases_that_embed_are_the_loaders():
-    assert {name for name, model in sources.ALIASES.items() if model.member.endswith("/")} == set(task.ALIASES)
+    folders = {name for name, model in sources.ALIASES.items() if model.member.endswith("/")}
+    assert folders - {"whisper-tiny.en"} == set(task.ALIASES)
