@@ -25,6 +25,7 @@ from minivllm.engine.pooling import PoolingFrontEnd
 from minivllm.engine.prepare import children, fitted, resolve
 from minivllm.engine.prompt_embeds import KEY as PROMPT_EMBEDS
 from minivllm.engine.prompt_embeds import check_params, embeds_of
+from minivllm.engine.speech import Speech
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest, ConfigError
 from minivllm.lora.request import LoRARequest
@@ -99,6 +100,14 @@ class EngineHandle:
             return self._front
         raise BadRequest(f'{self.model_name} was loaded to generate: LLM(model, task="embed") embeds and scores')
 
+    @property
+    def hearing(self) -> tuple[AudioReader, Speech]:
+        """What a model that writes down speech is asked with. Raises BadRequest for one that reads text alone."""
+        front = self._front
+        if isinstance(front, FrontEnd) and front.audio is not None:
+            return front.audio, front.speech
+        raise BadRequest(f"{self.model_name} reads text alone; whisper-tiny.en writes down what is said", "model")
+
     def list_loras(self) -> list[Adapter]:
         """The LoRA adapters that requests may name, oldest first."""
         return list(self._loras.values())
@@ -144,7 +153,8 @@ class FrontEnd:
         self._vocab_size = facts.info["vocab_size"]
         self._embed_size = facts.info.get("embed_size", 0)
         shape = facts.info.get("audio_shape")
-        self.audio = AudioReader(*shape) if shape else None  # what the model hears, if it does
+        self.audio = AudioReader(*shape) if shape else None  # None: the model does not hear
+        self.speech = Speech(self.tokenizer, Path(facts.tokenizer_dir))
         self._max_logprobs = facts.config.engine.max_logprobs
         self._own = object()  # tells what this front end has resolved from what another has
         self._rng = random.Random(f"{facts.config.model.seed}/{number}" if number else facts.config.model.seed)

@@ -128,6 +128,11 @@ class TextTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @property
+    def added_ids(self) -> dict[str, int]:
+        """Tokens that stand beside the vocabulary, special ones among them, and their ids."""
+        return {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @property
     def has_bytes(self) -> bool:
         """Whether each token stands for fixed bytes. If not, token_bytes is a guess: decode in context."""
         return self._to_bytes is not None

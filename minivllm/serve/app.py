@@ -45,6 +45,7 @@ from minivllm.serve import (
     responses_stored,
     tei,
     tokenize,
+    transcriptions,
     vllm_pooling,
 )
 from minivllm.serve import classify as classification
@@ -60,6 +61,7 @@ from minivllm.serve.connection import EventStream, JSONAnswer, reply
 from minivllm.serve.connections import ConnectionLimits
 from minivllm.serve.deadline import Deadlines
 from minivllm.serve.endpoint import Endpoint
+from minivllm.serve.forms import FORM
 from minivllm.serve.generation import Service, answer, attach, events
 from minivllm.serve.guard import Guard
 from minivllm.serve.keys import KeyFile, Keys
@@ -251,6 +253,23 @@ ENDPOINTS = (
         anthropic.InputTokens,
         anthropic.CountTokensRequest,
         tasks=("generate",),
+    ),
+    *(
+        Endpoint(
+            "POST",
+            f"/v1/audio/{handler.__name__}",
+            handler,
+            what,
+            transcriptions.Transcription,
+            transcriptions.SpeechRequest,
+            transcriptions.TranscriptEvent,
+            ("generate",),
+            takes_type=FORM,
+        )
+        for handler, what in (
+            (transcriptions.transcriptions, "What is said in a recording, in its language"),
+            (transcriptions.translations, "What is said in a recording, in English"),
+        )
     ),
     Endpoint(
         "POST",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -69,9 +69,15 @@ def note(request: Request, ignored: Ignored) -> None:
 
 
 def queried(request: Request, kind: type[T]) -> T:
-    """The query's parameters. A list is as many of one name, with [] behind it or not. Raises BadRequest."""
+    """The query's parameters. Raises BadRequest."""
+    return from_texts(request, request.query_params.multi_items(), kind)
+
+
+def from_texts(request: Request, pairs: Iterable[tuple[str, str | bytes]], kind: type[T]) -> T:
+    """Names and values that are text, or a form's files. A list is as many of one name, with [] behind it or not.
+    Raises BadRequest."""
     fields, given, ignored = _known(kind), {}, {}
-    for name, value in request.query_params.multi_items():
+    for name, value in pairs:
         name = name.removesuffix("[]")
         if name in fields:
             given[name] = [*given.get(name, ()), value] if fields[name].items else value
@@ -80,11 +86,13 @@ def queried(request: Request, kind: type[T]) -> T:
                 ignored[_printable(name)] = UNKNOWN + did_you_mean(name, sorted(fields))
         else:
             raise BadRequest(f'unknown parameter "{_printable(name)}".{did_you_mean(name, sorted(fields))}', name)
-    note(request, ignored)
     try:
-        return msgspec.convert(given, kind, strict=False)
+        found = msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as e:
         raise _bad_field(str(e), kind) from None
+    _look_through(found, "", ignored)
+    note(request, ignored)
+    return found
 
 
 def tell(ignored: Ignored, told: set[tuple[str, str]], path: str) -> None:

@@ -9,8 +9,9 @@ is nothing to check: browsers speak HTTP/2 over TLS alone, where the certificate
 
 By whose page asks: one of another site may send what a link or an image could, though it never reads the answer
 (CORS). What is below /debug makes the engine work and holds places, so browsers' Sec-Fetch-Site (W3C, Fetch Metadata)
-has to say that it is the server's own page, or nobody's; or else the page's origin is a --cors-origin. A POST needs
-no such check: what it sends has to be called JSON (connection.py), and to say so a page needs CORS's leave.
+has to say that it is the server's own page, or nobody's; or else the page's origin is a --cors-origin. So it must for a
+form (forms.py), which a page may send to anybody. Any other POST needs no such check: what it sends has to be called
+JSON (connection.py), and to say so a page needs CORS's leave.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Browsers:
             return unknown_host(host)
         if scope["path"].startswith(OWN) and _header(scope, b"sec-fetch-site") in FOREIGN and not self._named(scope):
             return foreign_page()
+        if _is_form(scope) and _is_foreign(scope) and not self._named(scope):
+            return foreign_form()
         return None
 
     def _is_ours(self, host: bytes) -> bool:
@@ -58,6 +61,16 @@ class Browsers:
     def _named(self, scope: Scope) -> bool:
         origin = _header(scope, b"origin")
         return origin is not None and ("*" in self._origins or origin.decode("latin-1") in self._origins)
+
+
+def _is_form(scope: Scope) -> bool:
+    return (_header(scope, b"content-type") or b"").strip().lower().startswith(b"multipart/")
+
+
+def _is_foreign(scope: Scope) -> bool:
+    """A browser that does not say where its page is from may still name its origin."""
+    site = _header(scope, b"sec-fetch-site")
+    return site in FOREIGN or (site is None and _header(scope, b"origin") is not None)
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes | None:
@@ -80,4 +93,9 @@ def unknown_host(host: bytes) -> ApiError:
 
 def foreign_page() -> ApiError:
     why = "a page of another site may not look at this; --cors-origin admits those of an origin"
+    return ApiError(403, why, code="foreign_page")
+
+
+def foreign_form() -> ApiError:
+    why = "a page of another site may not send forms here; --cors-origin admits those of an origin"
     return ApiError(403, why, code="foreign_page")

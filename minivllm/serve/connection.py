@@ -35,8 +35,16 @@ def reply(data: object, status: int = 200) -> Response:
 
 
 async def read_body(request: Request) -> bytes:
-    """Raises ApiError 415 for what is not called JSON, 413 for too much of it, 408 for what comes too slowly."""
+    """Raises ApiError 415 for what is not called JSON, and as read_all does."""
     _check_media_type(request.headers)
+    return await read_all(request)
+
+
+async def read_all(request: Request) -> bytes:
+    """A body of whatever type. Raises ApiError 415 if it is compressed, 413 for too much of it, 408 for what comes too
+    slowly."""
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        raise errors.ApiError(415, f"content-encoding {coding[:100]} is not supported", code="unsupported_media_type")
     limit, patience = request.app.state.max_body_bytes, request.app.state.client_timeout
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > LONGEST_LENGTH or int(length) > limit):
@@ -64,8 +72,6 @@ def _check_media_type(headers: Headers) -> None:
         raise errors.ApiError(
             415, f"the body must be application/json, not {kind[:100]}; {SAY_JSON}", code="unsupported_media_type"
         )
-    if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise errors.ApiError(415, f"content-encoding {coding[:100]} is not supported", code="unsupported_media_type")
 
 
 def media_type(headers: Headers) -> str:
@@ -131,7 +137,8 @@ class JSONAnswer:
 
 class Bytes(NamedTuple):
     data: bytes
-    headers: tuple[tuple[bytes, bytes], ...]
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    media_type: bytes = b"application/octet-stream"
 
 
 class BytesAnswer:
@@ -141,9 +148,9 @@ class BytesAnswer:
         self.work, self.request_id = work, request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        data, headers = await watched(self.work, receive, scope)
+        data, headers, media_type = await watched(self.work, receive, scope)
         length = (b"content-length", str(len(data)).encode())
-        await send(_start([(b"content-type", b"application/octet-stream"), length, *headers], self.request_id))
+        await send(_start([(b"content-type", media_type), length, *headers], self.request_id))
         await send({"type": "http.response.body", "body": data})
 
 

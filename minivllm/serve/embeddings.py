@@ -95,7 +95,7 @@ async def bytes_answer(body: EmbeddingRequest, service: Service, texts: list[Tex
         sum(map(len, vectors)), lambda: [wire.bytes_of(vector) for vector in vectors], service.client
     )
     if body.encoding_format == "bytes_only":
-        return Bytes(b"".join(parts), ())
+        return Bytes(b"".join(parts))
     told = {"id": id, "created": now(), "model": service.model, "usage": pooling.usage_of(texts)}
     value = metadata(told | {"data": places(vectors, parts, wire)})
     return Bytes(b"".join(parts), ((b"metadata", value),))

@@ -20,3 +20,4 @@ class Endpoint(NamedTuple):
     stream_type: str = "text/event-stream"
     asks: type | None = None  # the query's parameters, as a Struct
     role: str = "use"  # of the key that it needs (serve/keys.py)
+    takes_type: str = "application/json"

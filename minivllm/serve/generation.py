@@ -27,10 +27,11 @@ from starlette.requests import Request
 
 import minivllm
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.audio import KEY as AUDIO
 from minivllm.engine.metrics import Metrics
 from minivllm.engine.output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minivllm.engine.prepare import check_prompt_logprobs, num_logprobs
-from minivllm.engine.prompt_embeds import KEY
+from minivllm.engine.prompt_embeds import KEY as PROMPT_EMBEDS
 from minivllm.errors import BadRequest
 from minivllm.plan import NO_DISTRIBUTION, NO_LOGITS, NO_MEMORY, TOO_SLOW
 from minivllm.registry import did_you_mean
@@ -67,12 +68,15 @@ DONE = b"data: [DONE]\n\n"
 class Prompt(NamedTuple):
     token_ids: list[int]  # placeholders, where it is given as vectors
     text: str
-    embeds: Beside = Beside()
+    beside: Beside = Beside()
 
     @property
     def given(self) -> dict[str, Any]:
         """As the engine takes it."""
-        return {KEY: self.embeds} if self.embeds.items else {"prompt_token_ids": self.token_ids}
+        if self.beside.token_ids:  # placeholders
+            return {PROMPT_EMBEDS: self.beside}
+        audio = {AUDIO: {"audio": self.beside}} if self.beside.items else {}
+        return {"prompt_token_ids": self.token_ids, **audio}
 
 
 @dataclass

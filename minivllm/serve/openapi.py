@@ -78,7 +78,7 @@ def _operation(endpoint: Endpoint, path: str, schemas: Schemas) -> dict[str, Any
         },
     }
     if endpoint.takes:
-        taken = {"application/json": {"schema": schemas.of(endpoint.takes)}}
+        taken = {endpoint.takes_type: {"schema": schemas.of(endpoint.takes)}}
         operation["requestBody"] = {"required": True, "content": taken}
     if names := re.findall(r"{(\w+)}", path):
         operation["parameters"] = [

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from minivllm.terminal import fail
 
 FLAGS = {"sequences": "max_request_sequences", "tokens": "max_request_tokens", "answer_bytes": "max_answer_bytes"}
+FLAGS |= {"audio_seconds": "max_audio_seconds"}
 
 
 class RequestLimits(NamedTuple):
@@ -17,6 +18,7 @@ class RequestLimits(NamedTuple):
     sequences: int = 1024
     tokens: int = 2**22
     answer_bytes: int | None = None  # None: as shares.most_answer_bytes says
+    audio_seconds: int = 1500  # OpenAI's
 
 
 def add_options(group: argparse._ArgumentGroup) -> None:
@@ -30,6 +32,10 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     what = "refuse a request whose answer could be longer, log-probabilities above all; long ones share it"
     auto = "128 MiB, or what one output of the whole context takes with 20 log-probabilities"
     group.add_argument("--max-answer-bytes", type=int, metavar="N", help=f"{what} ({auto})")
+    what = "refuse a recording that is longer, however small its file is"
+    group.add_argument(
+        "--max-audio-seconds", type=int, default=most.audio_seconds, metavar="N", help=f"{what} ({most.audio_seconds})"
+    )
 
 
 def chosen(args: argparse.Namespace) -> RequestLimits:

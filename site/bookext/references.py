@@ -63,6 +63,15 @@ PACKAGES: dict[str, tuple[Types, ...]] = {
             "openai.types.responses:InputTokenCountResponse",
         ),
     ),
+    "/v1/audio/transcriptions": (
+        Types(
+            "openai.types.audio.transcription_create_params:TranscriptionCreateParamsStreaming",
+            "openai.types.audio:Transcription",
+        ),
+    ),
+    "/v1/audio/translations": (
+        Types("openai.types.audio.translation_create_params:TranslationCreateParams", "openai.types.audio:Translation"),
+    ),
     "/v1/messages": (
         Types("anthropic.types.message_create_params:MessageCreateParamsStreaming", "anthropic.types:Message"),
         Types("anthropic.types.beta.message_create_params:MessageCreateParamsStreaming"),
@@ -224,6 +233,7 @@ def vllm_fields(struct: type[Struct]) -> list[str]:
 
 ABSENT = {  # why: the names of the fields
     "Only text is read and written.": "audio audio_tokens image image_tokens input_transformations text_tokens",
+    "Of a recording its text is told alone.": "languages logprobs",
     "Nothing is searched, moderated or run here.": "annotations container moderation server_tool_use tool_usage",
     "There is one tier, speed and place.": "inference_geo service_tier speed",
     "What a request holds is not said again.": "max_tool_calls metadata phase prompt safety_identifier user",

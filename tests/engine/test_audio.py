@@ -30,7 +30,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "two steps in flight": {"engine.overlap": 2},
     "drafts": {"spec_decode.method": "ngram"},
     "in one run": {"kv.allocation": "max", "kv.prefix": "none"},
-    "K and V in 8 bits, encoder's as they are": {"kv.dtype": "int8"},
     "in a process": {"engine.core": "process"},
     "two replicas": {"engine.core": "process", "engine.replicas": 2},
 }

@@ -10,13 +10,16 @@ import json
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 from loop_watch import watched_loops
+from models.speech import recording, save_speaking, sound
 from pooling.tiny import write_bert
 
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.metrics import Metrics
 from minivllm.serve.app import ENDPOINTS
+from minivllm.serve.transcriptions import FILE
 
 LIMIT = 300_000  # bytes
 MODEL = "dummy:tiny"
@@ -71,6 +74,15 @@ GENERATING = {
     "/v1/load_lora_adapter": [{"lora_name": TEXT, "lora_path": "x"}],
     "/v1/unload_lora_adapter": [{"lora_name": TEXT}],
 }
+RATE = 16_000
+RECORDINGS = [
+    {FILE: sound(recording(0, 9 * RATE)), "language": "de", "max_completion_tokens": "1"},
+    {FILE: sound(np.zeros(60 * RATE, np.float32), format="FLAC"), "max_completion_tokens": "1"},
+    {FILE: b"x" * (LIMIT - 1000)},
+    {FILE: b"", **{f"field-{i}": "x" for i in range(250)}},
+    {FILE: b"", "prompt": "word " * (LIMIT // 6)},
+]
+HEARING = {"/v1/audio/transcriptions": RECORDINGS, "/v1/audio/translations": RECORDINGS[:1]}
 RANKING = [{"query": "q", "documents": SHORT_ONES}, {"query": TEXT[:50_000], "documents": ["d"]}]
 PAIRS = [{"text_1": "q", "text_2": SHORT_ONES}, {"text_1": TEXT[:50_000], "text_2": "d"}]
 INPUTS = [{"input": SHORT_ONES[:2048]}, {"input": TEXT[:50_000]}, {"input": IDS}, {"input": [[7] * 20] * 600}]
@@ -93,10 +105,12 @@ CLASSIFYING = {
 SAME = {"/v1/score", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/invocations"}
 NO_BODY = {"/v1/responses/{response_id}/cancel"}
 
+SERVERS = {"generating": GENERATING, "embedding": EMBEDDING, "classifying": CLASSIFYING, "hearing": HEARING}
+
 
 def test_each_endpoint_that_takes_a_body_has_its_row():
     paths = {endpoint.path for endpoint in ENDPOINTS if endpoint.method == "POST"}
-    assert paths - NO_BODY - SAME == GENERATING.keys() | EMBEDDING.keys() | CLASSIFYING.keys()
+    assert paths - NO_BODY - SAME == GENERATING.keys() | EMBEDDING.keys() | CLASSIFYING.keys() | HEARING.keys()
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +130,17 @@ def generating(watch, serving):
 @pytest.fixture(scope="module")
 def embedding(watch, serving, tmp_path_factory):
     yield from reading(watch, serving, tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture(scope="module")
+def hearing(watch, serving, tmp_path_factory):
+    save_speaking(folder := tmp_path_factory.mktemp("whisper"), is_multilingual=True)
+    engine = AsyncLLM(str(folder), overrides={"executor.num_threads": 1})
+    with serving(engine, names=("tiny",), max_body_bytes=LIMIT) as url:
+        server = begun(url, watch)
+        post(server, "/v1/audio/transcriptions", HEARING["/v1/audio/transcriptions"][0])
+        watch.faults.clear()
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +164,14 @@ def begun(url, watch):
 
 
 def post(server, path, body):
-    data = json.dumps(body, separators=(",", ":")).encode()
-    assert len(data) <= LIMIT
-    reply = httpx.post(f"{server.url}{path}", content=data, headers={"content-type": "application/json"}, timeout=60)
+    """body: with a file it is a form."""
+    form, data = {}, json.dumps(body, separators=(",", ":")).encode() if FILE not in body else None
+    if data is None:
+        fields = {name: value for name, value in body.items() if name != FILE}
+        form = {"data": fields, "files": {FILE: ("a", body[FILE])}}
+    assert len(data or body[FILE]) <= LIMIT
+    headers = {} if data is None else {"content-type": "application/json"}
+    reply = httpx.post(f"{server.url}{path}", content=data, headers=headers, timeout=60, **form)
     assert reply.status_code < 500, reply.text[:500]
     return reply
 
@@ -150,7 +180,7 @@ def post(server, path, body):
     ("server", "path", "body"),
     [
         pytest.param(server, path, body, id=f"{server}-{path}-{i}")
-        for server, bodies in (("generating", GENERATING), ("embedding", EMBEDDING), ("classifying", CLASSIFYING))
+        for server, bodies in SERVERS.items()
         for path, rows in bodies.items()
         for i, body in enumerate(rows)
     ],

@@ -108,9 +108,9 @@ def test_beams_are_priced_by_their_width():
 
 def test_limits_are_options_of_the_server(capsys):
     args = parser("serve").parse_args(
-        ["--max-request-sequences", "7", "--max-request-tokens", "8", "--max-answer-bytes", "9"]
+        ["--max-request-sequences=7", "--max-request-tokens=8", "--max-answer-bytes=9", "--max-audio-seconds=10"]
     )
-    assert chosen(args) == RequestLimits(7, 8, 9) and chosen(parser("serve").parse_args([])) == RequestLimits()
+    assert chosen(args) == RequestLimits(7, 8, 9, 10) and chosen(parser("serve").parse_args([])) == RequestLimits()
     with pytest.raises(SystemExit):
         chosen(parser("serve").parse_args(["--max-answer-bytes", "0"]))
     assert "--max-answer-bytes 0: must be at least 1" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""What a Whisper is to write of a recording, as the tokens that its answer begins with (Radford et al. 2022, figure 1).
+
+    [<|startofprev|> what was said before] <|startoftranscript|> [<|language|> <|task|>] <|notimestamps|>
+
+A model of English alone has neither languages nor tasks.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from minivllm.engine.tokenizer import TextTokenizer
+from minivllm.errors import BadRequest, ModelError
+from minivllm.files import read_json
+
+Task = Literal["transcribe", "translate"]
+MULTILINGUAL = 51_865  # tokens, or more, of models of several languages
+LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
+LONG_TOKEN = 16  # letters: all tokens of a text are no longer in the mean
+START, BEFORE, NO_TIMES = "<|startoftranscript|>", "<|startofprev|>", "<|notimestamps|>"
+
+
+class Speech:
+    """The words of a model's vocabulary that say what to write."""
+
+    def __init__(self, tokenizer: TextTokenizer, folder: Path):
+        """folder: holds generation_config.json, if there is one: it says what no transcript has. Of another model's
+        tokenizer nothing is asked."""
+        self._tokenizer = tokenizer
+        self._ids = tokenizer.added_ids
+        file = folder / "generation_config.json"
+        told = read_json(file) if file.is_file() else {}
+        self.is_multilingual = bool(told.get("is_multilingual", tokenizer.vocab_size >= MULTILINGUAL))
+        self.languages = {m[1]: id for name, id in self._ids.items() if (m := LANGUAGE.fullmatch(name))}
+        self.unsaid: list[int] = [id for id in told.get("suppress_tokens") or [] if 0 <= id < tokenizer.vocab_size]
+
+    def start(self, before: str, most: int) -> list[int]:
+        """The tokens before a language. before: text that the transcript goes on from, its last `most` tokens."""
+        tail = before[-LONG_TOKEN * most :].strip()
+        said = self._tokenizer.encode(f" {tail}", add_special_tokens=False)[-most:] if tail else []
+        return [*([self._id(BEFORE), *said] if said else []), self._id(START)]
+
+    def rest(self, task: Task, language: int | None) -> list[int]:
+        """Those behind it. language: its token; None: of a model of English alone."""
+        if not self.is_multilingual:
+            if task != "transcribe":
+                raise BadRequest("this model writes English alone, and translates nothing", "model")
+            return [self._id(NO_TIMES)]
+        assert language is not None, "a model of several languages is told one"
+        return [language, self._id(f"<|{task}|>"), self._id(NO_TIMES)]
+
+    def language(self, name: str) -> int | None:
+        """Its token; None: the model knows English alone. name: as in ISO 639. Raises BadRequest."""
+        name = name.strip().lower()
+        if not self.is_multilingual:
+            if name != "en":
+                raise BadRequest(f'this model knows English alone, and not "{name[:20]}"', "language")
+            return None
+        if name not in self.languages:
+            known = ", ".join(sorted(self.languages))
+            raise BadRequest(f'language "{name[:20]}" is none that this model knows. Known: {known}', "language")
+        return self.languages[name]
+
+    def named(self, token: int) -> str:
+        """The language of a token."""
+        return next(name for name, id in self.languages.items() if id == token)
+
+    def _id(self, name: str) -> int:
+        if name not in self._ids:
+            raise ModelError(f"the tokenizer has no {name}: it is not a Whisper's")
+        return self._ids[name]
