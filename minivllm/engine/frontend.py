@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -49,6 +49,13 @@ def make_config(
     """One configuration from every way to say it; `overrides` win over vLLM's names, those over the preset."""
     named = from_vllm_names({"model": model, **vllm_names} if model is not None else vllm_names)
     return EngineConfig.build(preset, {**named, **(overrides or {})})
+
+
+class Hearing(NamedTuple):
+    """What a model that hears is asked with."""
+
+    audio: AudioReader
+    speech: Speech
 
 
 class EngineHandle:
@@ -101,11 +108,10 @@ class EngineHandle:
         raise BadRequest(f'{self.model_name} was loaded to generate: LLM(model, task="embed") embeds and scores')
 
     @property
-    def hearing(self) -> tuple[AudioReader, Speech]:
-        """What a model that writes down speech is asked with. Raises BadRequest for one that reads text alone."""
-        front = self._front
-        if isinstance(front, FrontEnd) and front.audio is not None:
-            return front.audio, front.speech
+    def hearing(self) -> Hearing:
+        """Raises BadRequest for a model that reads text alone."""
+        if isinstance(self._front, FrontEnd) and self._front.hearing is not None:
+            return self._front.hearing
         raise BadRequest(f"{self.model_name} reads text alone; whisper-tiny.en writes down what is said", "model")
 
     def list_loras(self) -> list[Adapter]:
@@ -152,9 +158,7 @@ class FrontEnd:
         self.clock = clock
         self._vocab_size = facts.info["vocab_size"]
         self._embed_size = facts.info.get("embed_size", 0)
-        shape = facts.info.get("audio_shape")
-        self.audio = AudioReader(*shape) if shape else None  # None: the model does not hear
-        self.speech = Speech(self.tokenizer, Path(facts.tokenizer_dir))
+        self.hearing = self._hearing(facts)
         self._max_logprobs = facts.config.engine.max_logprobs
         self._own = object()  # tells what this front end has resolved from what another has
         self._rng = random.Random(f"{facts.config.model.seed}/{number}" if number else facts.config.model.seed)
@@ -171,7 +175,7 @@ class FrontEnd:
                 )
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt", [] if PROMPT_EMBEDS in prompt else None))
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens=self.audio is None)
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=self.hearing is None)
         if isinstance(prompt, Sequence) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
             return None, list(prompt)
         raise BadRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}", "prompt")
@@ -221,10 +225,17 @@ class FrontEnd:
             for req_id, child in zip(ids, each, strict=False)
         ]
 
+    def _hearing(self, facts: Facts) -> Hearing | None:
+        """None: the model reads text alone."""
+        shape = facts.info.get("audio_shape")
+        if not shape:
+            return None
+        return Hearing(AudioReader(*shape), Speech(self.tokenizer, Path(facts.tokenizer_dir), self._vocab_size))
+
     def _beside(self, prompt: Prompt) -> Beside:
         """What it has beside its tokens. Raises BadRequest."""
-        if self.audio is not None:
-            return self.audio.read(prompt)
+        if self.hearing is not None:
+            return self.hearing.audio.read(prompt)
         if isinstance(prompt, Mapping) and AUDIO in prompt:
             raise BadRequest("this model takes text alone, and no sound or images", AUDIO)
         return embeds_of(prompt, self._embed_size, self.max_model_len)

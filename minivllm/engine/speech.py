@@ -16,7 +16,7 @@ from minivllm.errors import BadRequest, ModelError
 from minivllm.files import read_json
 
 Task = Literal["transcribe", "translate"]
-MULTILINGUAL = 51_865  # tokens, or more, of models of several languages
+MULTILINGUAL = 51_865  # tokens, or more, that models of several languages have
 LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 LONG_TOKEN = 16  # letters: all tokens of a text are no longer in the mean
 START, BEFORE, NO_TIMES = "<|startoftranscript|>", "<|startofprev|>", "<|notimestamps|>"
@@ -25,16 +25,16 @@ START, BEFORE, NO_TIMES = "<|startoftranscript|>", "<|startofprev|>", "<|notimes
 class Speech:
     """The words of a model's vocabulary that say what to write."""
 
-    def __init__(self, tokenizer: TextTokenizer, folder: Path):
-        """folder: holds generation_config.json, if there is one: it says what no transcript has. Of another model's
-        tokenizer nothing is asked."""
+    def __init__(self, tokenizer: TextTokenizer, folder: Path, vocab_size: int):
+        """folder: holds generation_config.json, if there is one: it says what no transcript has. vocab_size: of the
+        model, whose last tokens are times, which its tokenizer may lack."""
         self._tokenizer = tokenizer
         self._ids = tokenizer.added_ids
         file = folder / "generation_config.json"
         told = read_json(file) if file.is_file() else {}
-        self.is_multilingual = bool(told.get("is_multilingual", tokenizer.vocab_size >= MULTILINGUAL))
+        self.is_multilingual = bool(told.get("is_multilingual", vocab_size >= MULTILINGUAL))
         self.languages = {m[1]: id for name, id in self._ids.items() if (m := LANGUAGE.fullmatch(name))}
-        self.unsaid: list[int] = [id for id in told.get("suppress_tokens") or [] if 0 <= id < tokenizer.vocab_size]
+        self.unsaid: list[int] = [id for id in told.get("suppress_tokens") or [] if 0 <= id < vocab_size]
 
     def start(self, before: str, most: int) -> list[int]:
         """The tokens before a language. before: text that the transcript goes on from, its last `most` tokens."""
@@ -62,10 +62,6 @@ class Speech:
             known = ", ".join(sorted(self.languages))
             raise BadRequest(f'language "{name[:20]}" is none that this model knows. Known: {known}', "language")
         return self.languages[name]
-
-    def named(self, token: int) -> str:
-        """The language of a token."""
-        return next(name for name, id in self.languages.items() if id == token)
 
     def _id(self, name: str) -> int:
         if name not in self._ids:

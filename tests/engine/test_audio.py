@@ -11,7 +11,8 @@ from models.speech import START, greedy_oracle, recording, save_whisper
 
 from minivllm import LLM, BeamSearchParams, SamplingParams
 from minivllm.engine.audio import RATE, resampled
-from minivllm.errors import BadRequest, ConfigError
+from minivllm.engine.speech import Speech
+from minivllm.errors import BadRequest, ConfigError, ModelError
 
 OPTIONS = {"model.dtype": "float32", "kv.num_blocks": 40, "kv.block_size": 8, "executor.num_threads": 1}
 NUM_TOKENS = 12
@@ -187,3 +188,17 @@ def test_a_pool_leaves_room_for_what_is_encoded(whisper, monkeypatch):
     assert num_blocks(200) == ((16 << 20) - 200 * 76_800) // block
     with pytest.raises(ConfigError, match="no room for the KV cache"):
         num_blocks(300)
+
+
+def test_how_many_languages_a_model_knows_is_told_by_its_file_or_its_size(tmp_path, llm):
+    """Of the model: its tokenizer may lack the last tokens, which are times."""
+    assert not Speech(llm.tokenizer, tmp_path, 51_864).is_multilingual  # tiny.en
+    assert Speech(llm.tokenizer, tmp_path, 51_865).is_multilingual  # tiny
+    (tmp_path / "generation_config.json").write_text('{"is_multilingual": false, "suppress_tokens": [5, 51865, -1]}')
+    assert not Speech(llm.tokenizer, tmp_path, 51_865).is_multilingual
+    assert Speech(llm.tokenizer, tmp_path, 51_865).unsaid == [5]
+
+
+def test_a_tokenizer_that_is_no_whispers_is_told_so(llm, tmp_path):
+    with pytest.raises(ModelError, match=r"has no <\|startoftranscript\|>: it is not a Whisper's"):
+        Speech(llm.tokenizer, tmp_path, 51_865).start("", 9)
