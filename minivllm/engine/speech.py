@@ -42,11 +42,14 @@ class Speech:
         said = self._tokenizer.encode(f" {tail}", add_special_tokens=False)[-most:] if tail else []
         return [*([self._id(BEFORE), *said] if said else []), self._id(START)]
 
+    def check(self, task: Task) -> None:
+        """Raises BadRequest."""
+        if task != "transcribe" and not self.is_multilingual:
+            raise BadRequest("this model writes English alone, and translates nothing", "model")
+
     def rest(self, task: Task, language: int | None) -> list[int]:
         """Those behind it. language: its token; None: of a model of English alone."""
         if not self.is_multilingual:
-            if task != "transcribe":
-                raise BadRequest("this model writes English alone, and translates nothing", "model")
             return [self._id(NO_TIMES)]
         assert language is not None, "a model of several languages is told one"
         return [language, self._id(f"<|{task}|>"), self._id(NO_TIMES)]

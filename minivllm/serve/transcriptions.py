@@ -7,7 +7,7 @@ their texts are put together.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -93,6 +93,7 @@ class TextDone(Struct, tag_field="type", tag="transcript.text.done"):
 
 
 TranscriptEvent = TextDelta | TextDone
+Begin = Callable[[], Awaitable[Job]]  # its language is heard first, if nobody has told it
 
 
 async def transcriptions(request: Request) -> ASGIApp:
@@ -116,30 +117,35 @@ async def heard(request: Request, task: Task) -> ASGIApp:
         raise BadRequest(f"response_format {body.response_format} is not supported: {NO_TIMES}", "response_format")
     reader, speech = service.engine.hearing
     language = None if body.language is None else speech.language(body.language)
-    most, client = service.request_limits.audio_seconds, client_of(request.scope["state"])
+    speech.check(task)
+    params = params_of(body, speech)
+    before = speech.start(body.prompt or "", service.engine.max_model_len // 2)
+    most, client, file = service.request_limits.audio_seconds, client_of(request.scope["state"]), body.file
+    body.file = b""  # what is made of it is kept, until it is answered
     with errors.renaming({AUDIO: FILE}):
-        found = await by_size(UNBOUNDED, lambda: listen(body.file, reader, most), client)
+        found = await by_size(UNBOUNDED, lambda: listen(file, reader, most), client)
     id = new_id("trsc" if task == "transcribe" else "trsl")
 
-    def job(id: str, prompts: list[Prompt], params: SamplingParams) -> Job:
-        made = Job(service, id, prompts, params, Sampling(model=body.model))
+    def job(id: str, start: list[int], heard: Sequence[Beside], params: SamplingParams) -> Job:
+        made = Job(service, id, [Prompt(start, "", piece) for piece in heard], params, Sampling(model=body.model))
         price.check(made, NAMES)
         attach(made, request)
         return made
 
-    before = speech.start(body.prompt or "", service.engine.max_model_len // 2)
-    if language is None and speech.is_multilingual:
-        asked = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(speech.languages.values()))
-        (output,) = await final_outputs(job(f"{id}-language", [Prompt(before, "", found.pieces[0])], asked))
-        language = output.outputs[0].token_ids[0]
-    start = [*before, *speech.rest(task, language)]
-    making = job(id, [Prompt(start, "", piece) for piece in found.pieces], params_of(body, speech))
+    async def begin() -> Job:
+        spoken = language
+        if spoken is None and speech.is_multilingual:
+            asked = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(speech.languages.values()))
+            (output,) = await final_outputs(job(f"{id}-language", before, found.pieces[:1], asked))
+            spoken = output.outputs[0].token_ids[0]
+        return job(id, [*before, *speech.rest(task, spoken)], found.pieces, params)
+
     usage = Duration("duration", math.ceil(found.seconds))
     if body.stream:
-        return EventStream(events(making, usage), id)
+        return EventStream(events(begin, usage), id)
     if body.response_format == "text":
-        return BytesAnswer(plain(making), id)
-    return JSONAnswer(whole(making, usage), id)
+        return BytesAnswer(plain(begin), id)
+    return JSONAnswer(whole(begin, usage), id)
 
 
 def listen(data: bytes, reader: AudioReader, most: int) -> Heard:
@@ -161,20 +167,21 @@ def params_of(body: SpeechRequest, speech: Speech) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, **given}, max_tokens=most, logit_bias=never or None)
 
 
-async def text_of(job: Job) -> str:
-    return "".join(output.outputs[0].text for output in await final_outputs(job)).strip()
+async def text_of(begin: Begin) -> str:
+    return "".join(output.outputs[0].text for output in await final_outputs(await begin())).strip()
 
 
-async def whole(job: Job, usage: Duration) -> Transcription:
-    return Transcription(await text_of(job), usage)
+async def whole(begin: Begin, usage: Duration) -> Transcription:
+    return Transcription(await text_of(begin), usage)
 
 
-async def plain(job: Job) -> Bytes:
-    return Bytes(f"{await text_of(job)}\n".encode(), media_type=b"text/plain; charset=utf-8")
+async def plain(begin: Begin) -> Bytes:
+    return Bytes(f"{await text_of(begin)}\n".encode(), media_type=b"text/plain; charset=utf-8")
 
 
-async def events(job: Job, usage: Duration) -> AsyncIterator[bytes]:
+async def events(begin: Begin, usage: Duration) -> AsyncIterator[bytes]:
     """The pieces run together, and are told in their order."""
+    job = await begin()
     waiting: list[list[str]] = [[] for _ in job.prompts]
     ended, at, told = [False] * len(waiting), 0, ""
     async with aclosing(job.outputs("delta")) as stream:
