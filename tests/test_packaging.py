@@ -163,6 +163,7 @@ DISTRIBUTIONS = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "opentelemetry": "opentelemetry-sdk",
+    "python_multipart": "python-multipart",
     "zmq": "pyzmq",
 }
 

