@@ -5,12 +5,13 @@ vector have a registry of their own, with the same names as far as there are bac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from minivllm.attention.base import AttentionBackend, AttentionSpec, CrossBackend, StateBackend
 from minivllm.errors import ConfigError
+from minivllm.kv_groups import LayerKind
 from minivllm.registry import Registry
 
 # Best first, each with what speaks for it. What is not listed runs only when it is named, as do pairs.
@@ -30,6 +31,7 @@ PROVEN = frozenset({"triton"})  # out of a compiler that makes other code for ea
 # Backends that no card has run (`bench/gpu/run.py --part correctness`), and that nothing proves at start.
 BY_NAME: dict[str, tuple[str, ...]] = {"cuda": ("flash", "flashinfer", "flex")}
 
+B = TypeVar("B", StateBackend, CrossBackend)
 Proves = Callable[[type[AttentionBackend]], tuple[bool, str]]  # and why, or why not
 
 
@@ -49,20 +51,12 @@ def is_latent(layers: Sequence[AttentionSpec]) -> bool:
     return any(layer.latent is not None for layer in layers)
 
 
-def state_backend(
-    name: str, layers: Sequence[AttentionSpec], registry: Registry[StateBackend]
-) -> type[StateBackend] | None:
-    """Of the layers with recurrent states, if there are such. name: of the attention layers' backend."""
-    if all(layer.state is None for layer in layers):
-        return None
-    return registry.get(name if name in registry.names() else "sdpa")
-
-
-def cross_backend(
-    name: str, layers: Sequence[AttentionSpec], registry: Registry[CrossBackend]
-) -> type[CrossBackend] | None:
-    """Of the layers of cross attention, likewise."""
-    if all(layer.cross is None for layer in layers):
+def backend_beside(
+    name: str, kind: LayerKind, layers: Sequence[AttentionSpec], registry: Registry[B]
+) -> type[B] | None:
+    """Of the layers of a kind that has a registry of its own, STATE or CROSS, if there are such. name: of the
+    attention layers' backend."""
+    if all(layer.kind != kind for layer in layers):
         return None
     return registry.get(name if name in registry.names() else "sdpa")
 

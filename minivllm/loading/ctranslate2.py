@@ -22,12 +22,10 @@ from minivllm.errors import ModelError
 from minivllm.files import read_json
 
 CONVERSION_VERSION = 1  # count up whenever a file written here changes
-MODEL = "model.bin"  # as sources.py has it
 VERSION = 6  # the oldest that is read
 WHISPER = "WhisperSpec"
 TYPES = {0: torch.float32, 4: torch.float16, 5: torch.bfloat16}
 SCALARS = {1: "<b", 2: "<h"}  # 8 and 16 bits: how flags and numbers of heads are kept
-NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 GELU = 3  # among activations
 TOKENS = ("<|endoftext|>", "<|startoftranscript|>")
 
@@ -51,16 +49,18 @@ LAYER = {"encoder": SELF | MLP, "decoder": SELF | CROSS | MLP}
 KINDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias"}
 
 
-def convert(source: Path, folder: Path) -> None:
-    """Write what the folder `source` has into `folder`. Raises ModelError for what is no Whisper in 16 or 32 bits."""
+def convert(model: Path, folder: Path) -> None:
+    """Write what model.bin and the files beside it have into `folder`. Raises ModelError for what is no Whisper in 16
+    or 32 bits."""
     from safetensors.torch import save_file
 
+    source = model.parent
     if not (source / "tokenizer.json").is_file():
-        raise ModelError(f"{source}: no tokenizer.json beside {MODEL}: add that of the model which it was made from")
-    with open(source / MODEL, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
-        found = read_variables(data, source / MODEL)
-        config = _config(found, source)
-        tensors = {name: tensor.contiguous() for name, tensor in _tensors(found, config, source / MODEL)}
+        raise ModelError(f"{source}: no tokenizer.json beside {model.name}: add that of the model it was made from")
+    with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
+        found = read_variables(data, model)
+        config = _config(found, _token_ids(source), model)
+        tensors = {name: tensor.contiguous() for name, tensor in _tensors(found, model)}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         del tensors, found  # views of the file
     (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
@@ -126,8 +126,8 @@ def _variables(reader: _Reader, where: Path) -> Iterator[tuple[str, Tensor | int
 # ---------------------------------------------------------------------------------------------------- what is written
 
 
-def _config(found: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    where, tokens = source / MODEL, _token_ids(source)
+def _config(found: Mapping[str, Any], tokens: list[int], where: Path) -> dict[str, Any]:
+    """tokens: the ids of TOKENS."""
     try:
         numbers = {name: found[f"{name}/num_heads"] for name in ("encoder", "decoder")}
         if (activation := found.get("decoder/activation", GELU)) != GELU or found.get("decoder/alibi"):
@@ -136,7 +136,7 @@ def _config(found: Mapping[str, Any], source: Path) -> dict[str, Any]:
         config = {
             "architectures": ["WhisperForConditionalGeneration"],
             "model_type": "whisper",
-            "dtype": NAMES[found["decoder/embeddings/weight"].dtype],
+            "dtype": str(found["decoder/embeddings/weight"].dtype).removeprefix("torch."),
             "vocab_size": vocab_size,
             "d_model": size,
             "num_mel_bins": found["encoder/conv1/weight"].shape[1],
@@ -156,7 +156,7 @@ def _config(found: Mapping[str, Any], source: Path) -> dict[str, Any]:
     return config
 
 
-def _tensors(found: Mapping[str, Any], config: Mapping[str, Any], where: Path) -> Iterator[tuple[str, Tensor]]:
+def _tensors(found: Mapping[str, Any], where: Path) -> Iterator[tuple[str, Tensor]]:
     for part in LAYER:
         yield f"model.{part}.embed_positions.weight", found[f"{part}/position_encodings/encodings"]
     for name, tensor in found.items():

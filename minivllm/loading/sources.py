@@ -153,12 +153,12 @@ def _in_folder(
 ) -> ModelFiles:
     """A Hugging Face folder, or one that is converted to such."""
     seconds = {} if seconds is None else seconds
-    if not (folder / CTRANSLATE2).is_file() or list(folder.glob("*.safetensors")):
+    if not (model := folder / CTRANSLATE2).is_file() or list(folder.glob("*.safetensors")):
         return _folder(folder, name, source, seconds, network=network)
     from minivllm.loading import ctranslate2  # with torch
 
-    build = lambda aside: timed(seconds, "convert", lambda: ctranslate2.convert(folder, aside))  # noqa: E731
-    entry = f"ctranslate2-v{ctranslate2.CONVERSION_VERSION}-{file_key(folder / CTRANSLATE2)}"
+    build = lambda aside: timed(seconds, "convert", lambda: ctranslate2.convert(model, aside))  # noqa: E731
+    entry = f"ctranslate2-v{ctranslate2.CONVERSION_VERSION}-{file_key(model)}"
     return _folder(cache.entry(entry, build), name, f"{source}, converted from CTranslate2", seconds, network=network)
 
 

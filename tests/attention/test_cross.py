@@ -11,7 +11,7 @@ from minivllm.attention.base import AttentionSpec, kv_spec
 from minivllm.attention.cross import CrossReference, CrossSDPA, WithCrossAttention, slots_shape
 from minivllm.attention.groups import backends_of, in_groups, make_backend
 from minivllm.attention.reference import ReferenceAttention
-from minivllm.attention.select import cross_backend
+from minivllm.attention.select import backend_beside
 from minivllm.batch import InputBatch
 from minivllm.kv_groups import CROSS, FULL, group_layers, one_group
 from minivllm.runner.dummies import DummyBatches
@@ -84,6 +84,6 @@ def test_cross_layers_are_in_no_group_and_have_a_backend_beside_that_of_the_othe
 
 @pytest.mark.parametrize("name", features.ATTENTION.names())
 def test_every_backend_has_one_for_cross_layers_beside_it(name):
-    kind = cross_backend(name, [LAYER], features.CROSS_ATTENTION)
+    kind = backend_beside(name, CROSS, [LAYER], features.CROSS_ATTENTION)
     assert kind is (CrossReference if name == "reference" else CrossSDPA)
-    assert cross_backend(name, [AttentionSpec(6, 2, 8, 0.3)], features.CROSS_ATTENTION) is None
+    assert backend_beside(name, CROSS, [AttentionSpec(6, 2, 8, 0.3)], features.CROSS_ATTENTION) is None

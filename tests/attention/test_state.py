@@ -15,7 +15,7 @@ from torch import Tensor
 from minivllm import features
 from minivllm.attention.base import AttentionSpec, StateBackend, kv_spec
 from minivllm.attention.groups import HybridAttention, in_groups, make_backend
-from minivllm.attention.select import choose, state_backend
+from minivllm.attention.select import backend_beside, choose
 from minivllm.attention.state import CHUNK, FEW, StateChunked, StateReference, take_chunk
 from minivllm.attention.state_cpu import StateCPU
 from minivllm.batch import InputBatch
@@ -209,8 +209,8 @@ def in_two_groups(batch: InputBatch) -> InputBatch:
 
 def test_a_backend_of_attention_without_one_for_states_has_products_beside_it():
     registry = features.STATE_ATTENTION
-    assert state_backend("reference", [ATTENTION, LAYER], registry) is StateReference
-    assert state_backend("cpu", [LAYER, ATTENTION], registry) is StateCPU
-    assert state_backend("triton", [LAYER, ATTENTION], registry) is StateChunked
-    assert state_backend("cpu", [ATTENTION], registry) is None
+    assert backend_beside("reference", STATE, [ATTENTION, LAYER], registry) is StateReference
+    assert backend_beside("cpu", STATE, [LAYER, ATTENTION], registry) is StateCPU
+    assert backend_beside("triton", STATE, [LAYER, ATTENTION], registry) is StateChunked
+    assert backend_beside("cpu", STATE, [ATTENTION], registry) is None
     assert choose("auto", CPU, [LAYER, ATTENTION], features.ATTENTION)[1].name in ("cpu", "sdpa")

@@ -51,7 +51,7 @@ def test_it_is_the_model_that_it_was_made_of(made, kept, tmp_path):
 
 
 def test_what_is_not_to_be_said_is_kept(kept, tmp_path):
-    ctranslate2.convert(kept, tmp_path)
+    ctranslate2.convert(kept / "model.bin", tmp_path)
     told = ctranslate2.read_json(tmp_path / "generation_config.json")
     assert told["suppress_tokens"] == [5, 6] and told["begin_suppress_tokens"] == [7]
     assert told["eos_token_id"] == 0 and told["decoder_start_token_id"] == 320

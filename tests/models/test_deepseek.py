@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from lora.adapters import write_adapter
 from models.pairs import (
-    FP32_TOLERANCE,
     SMALL,
     check_in_bf16,
     check_in_fp32,
@@ -23,7 +22,7 @@ from models.pairs import (
     save_oracle,
 )
 from naive_attention import logits_of
-from parallel.devices import run, together
+from parallel.devices import check_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config
@@ -35,7 +34,6 @@ from minivllm.loading import load_model
 from minivllm.models import read_spec
 from minivllm.models.decoder import MLP
 from minivllm.models.deepseek import MixtureMLP
-from minivllm.parallel.group import ONE_DEVICE
 from minivllm.parallel.placement import Placement
 from minivllm.simulate.shape import read_shape
 
@@ -240,12 +238,7 @@ def test_an_adapter_of_what_no_layer_multiplies_whole_is_refused_by_name(oracles
     ids=str,
 )
 def test_ranks_give_the_logits_of_one_device_and_of_transformers(name, placement, oracles):
-    folder, oracle = oracles[name]
-    text = random_tokens(length=24)
-    expected, alone = oracle_logits(oracle, text), run(folder, ONE_DEVICE, text)
-    for logits in together(folder, placement, [text])[0]:
-        torch.testing.assert_close(logits, alone, rtol=0, atol=FP32_TOLERANCE)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=FP32_TOLERANCE)
+    check_ranks(placement, *oracles[name])
 
 
 # ---------------------------------------------------------------- checkpoints and configs

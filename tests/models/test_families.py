@@ -28,7 +28,7 @@ from models.pairs import (
     save_oracle,
 )
 from naive_attention import hidden_of, logits_of
-from parallel.devices import run, together
+from parallel.devices import check_ranks
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -49,7 +49,6 @@ from minivllm import LLM, SamplingParams
 from minivllm.errors import ModelError
 from minivllm.loading import load_model
 from minivllm.models import read_spec
-from minivllm.parallel.group import ONE_DEVICE
 from minivllm.parallel.placement import Placement
 from minivllm.runner.forward_fused import FusedModel, linears, unavailable
 
@@ -217,11 +216,7 @@ def test_a_network_runs_in_the_one_call_stack_or_says_why(name, made):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("placement", [Placement(tp=2), Placement(pp=3)], ids=str)
 def test_ranks_give_the_logits_of_one_device(name, placement, made):
-    folder, _ = made(name)
-    text = random_tokens(length=24)
-    alone = run(folder, ONE_DEVICE, text)
-    for logits in together(folder, placement, [text])[0]:
-        torch.testing.assert_close(logits, alone, rtol=0, atol=FP32_TOLERANCE)
+    check_ranks(placement, made(name)[0])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

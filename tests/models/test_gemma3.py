@@ -23,7 +23,7 @@ from models.pairs import (
     save_oracle,
 )
 from naive_attention import logits_of
-from parallel.devices import run, together
+from parallel.devices import check_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
@@ -34,7 +34,6 @@ from minivllm.errors import ModelError
 from minivllm.loading import load_model, resolve
 from minivllm.models import read_spec
 from minivllm.models.spec import RopeSpec
-from minivllm.parallel.group import ONE_DEVICE
 from minivllm.parallel.placement import Placement
 from minivllm.runner.naive_worker import load_transformers
 
@@ -196,12 +195,7 @@ def test_an_adapter_is_the_model_with_merged_weights(oracles, wanted, tmp_path):
     ids=str,
 )
 def test_ranks_give_the_logits_of_one_device_and_of_transformers(name, placement, oracles):
-    folder, oracle = oracles[name]
-    text = random_tokens(length=24)
-    expected, alone = oracle_logits(oracle, text), run(folder, ONE_DEVICE, text)
-    for logits in together(folder, placement, [text])[0]:
-        torch.testing.assert_close(logits, alone, rtol=0, atol=FP32_TOLERANCE)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=FP32_TOLERANCE)
+    check_ranks(placement, *oracles[name])
 
 
 # ---------------------------------------------------------------- GGUF

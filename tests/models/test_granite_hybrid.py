@@ -27,7 +27,7 @@ from models.pairs import (
     save_oracle,
 )
 from naive_attention import logits_of
-from parallel.devices import Device, run, together
+from parallel.devices import Device, check_ranks
 from parallel.threads import all_ranks
 from safetensors.torch import load_file, save_file
 from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
@@ -41,7 +41,6 @@ from minivllm.loading.dummy import dummy_spec
 from minivllm.models import read_spec
 from minivllm.models.checkpoint import fuse, load_tensors
 from minivllm.models.granite_hybrid import GraniteHybridModel
-from minivllm.parallel.group import ONE_DEVICE
 from minivllm.parallel.placement import Placement
 
 CPU = torch.device("cpu")
@@ -152,12 +151,7 @@ def test_an_adapter_on_fused_matrices_is_the_model_with_merged_weights(oracles, 
 
 @pytest.mark.parametrize(("name", "placement"), [("experts", Placement(pp=2)), ("no states", Placement(tp=2))], ids=str)
 def test_ranks_give_the_logits_of_one_device_and_of_transformers(name, placement, oracles):
-    folder, oracle = oracles[name]
-    text = random_tokens(length=24)
-    expected, alone = oracle_logits(oracle, text), run(folder, ONE_DEVICE, text)
-    for logits in together(folder, placement, [text])[0]:
-        torch.testing.assert_close(logits, alone, rtol=0, atol=FP32_TOLERANCE)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=FP32_TOLERANCE)
+    check_ranks(placement, *oracles[name])
 
 
 def test_states_are_not_cut(oracles):

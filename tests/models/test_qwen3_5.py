@@ -21,7 +21,7 @@ from models.pairs import (
     save_oracle,
 )
 from naive_attention import logits_of
-from parallel.devices import Device, run, together
+from parallel.devices import Device, check_ranks
 from parallel.threads import all_ranks
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_5 import Qwen3_5TextConfig, modeling_qwen3_5
@@ -31,7 +31,6 @@ from minivllm.kv_groups import StateSpec
 from minivllm.loading import load_model
 from minivllm.loading.dummy import dummy_spec, write_tokenizer
 from minivllm.models import read_spec
-from minivllm.parallel.group import ONE_DEVICE
 from minivllm.parallel.placement import Placement
 
 CPU = torch.device("cpu")
@@ -87,12 +86,7 @@ def test_logits_in_bf16_are_as_near_to_fp32_as_those_of_transformers(pair):
 
 @pytest.mark.parametrize("placement", [Placement(pp=2, stages=(3, 2)), Placement(pp=2, stages=(2, 3))], ids=str)
 def test_ranks_give_the_logits_of_one_device_and_of_transformers(placement, oracles):
-    folder, oracle = oracles["odd"]
-    text = random_tokens(length=24)
-    expected, alone = oracle_logits(oracle, text), run(folder, ONE_DEVICE, text)
-    for logits in together(folder, placement, [text])[0]:
-        torch.testing.assert_close(logits, alone, rtol=0, atol=FP32_TOLERANCE)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=FP32_TOLERANCE)
+    check_ranks(placement, *oracles["odd"])
 
 
 @pytest.mark.parametrize(

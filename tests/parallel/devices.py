@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from models.pairs import FP32_TOLERANCE, oracle_logits, random_tokens
 from parallel.threads import all_ranks, on_all
 from torch import Tensor
 
@@ -96,3 +97,12 @@ def together(folder: Any, placement: Placement, texts: Sequence[Sequence[int]], 
     for own, logits in zip(ranks, found, strict=True):
         replicas[own.placement.dp_rank] += [] if logits is None else [logits]
     return replicas
+
+
+def check_ranks(placement: Placement, folder: Any, oracle: Any = None) -> None:
+    """The logits of the last stage's ranks are one device's and, if it is given, those of transformers' model."""
+    text = random_tokens(length=24)
+    expected = [run(folder, ONE_DEVICE, text)] + ([] if oracle is None else [oracle_logits(oracle, text)])
+    for logits in together(folder, placement, [text])[0]:
+        for wanted in expected:
+            torch.testing.assert_close(logits, wanted, rtol=0, atol=FP32_TOLERANCE)

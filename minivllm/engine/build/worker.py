@@ -17,7 +17,7 @@ from minivllm import features
 from minivllm.attention.base import AttentionBackend, AttentionSpec, CrossBackend, KVSpec, StateBackend, kv_spec
 from minivllm.attention.cross import slots_shape
 from minivllm.attention.groups import in_groups, make_backend
-from minivllm.attention.select import check_alike, cross_backend, is_latent, state_backend
+from minivllm.attention.select import backend_beside, check_alike, is_latent
 from minivllm.attention.select import choose as choose_attention
 from minivllm.batch import BatchKey, InputSizes
 from minivllm.config import Decision, Decisions, EngineConfig, budget_of, declared_conflict
@@ -27,7 +27,7 @@ from minivllm.engine.build.kv import choose_groups
 from minivllm.errors import ConfigError
 from minivllm.facts import WorkerFacts
 from minivllm.kernels.dispatch import Dispatch
-from minivllm.kv_groups import KVGroups, block_size_for
+from minivllm.kv_groups import CROSS, STATE, KVGroups, block_size_for
 from minivllm.loading import LoadedModel, load_model
 from minivllm.loading.cache import default_cache_dir
 from minivllm.lora.slots import AdapterSlots, NoAdapters
@@ -154,8 +154,8 @@ class WorkerBuilder:
         backend_class, choice = choose_attention(
             self.config.runner.attention, self.device, layers, registry, other, proves
         )
-        self.of_states = state_backend(choice.name, layers, features.STATE_ATTENTION)
-        self.of_cross = cross_backend(choice.name, layers, features.CROSS_ATTENTION)
+        self.of_states = backend_beside(choice.name, STATE, layers, features.STATE_ATTENTION)
+        self.of_cross = backend_beside(choice.name, CROSS, layers, features.CROSS_ATTENTION)
         self.decisions.note("runner.attention", choice.name, choice.reason)
         return choice.name, backend_class
 
