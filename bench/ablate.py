@@ -31,6 +31,11 @@ pairs of equal engines (10 to 40 repetitions, normal noise of 5 %) 11 % were cal
 To see the noise floor of a machine, switch something idle: --set-b kv.swap_memory=2GiB.
 
 The core is driven with tokens, an open loop: a request is added when its time has come, however busy the engine is.
+With --over http each configuration is a server of its own and this process its client (bench/drive_http.py): what HTTP,
+processes and detokenising cost is then in all figures, and engine.core may differ too:
+
+    python -m bench ablate --over http --from v0 --to v1 --set-b engine.core=process --kinds path --workload sharegpt
+
 With --virtual time is counted in steps, so that a run makes the same plans every time. Outputs must be equal: greedy
 (parallel sampling: seeded), float32; beams by the sums of their log-probabilities.
 """
@@ -47,8 +52,9 @@ from typing import Any
 import plots
 from common import RESULTS, note, record
 from comparisons import Comparison, plan_comparisons
-from drive import VIRTUAL_STEPS, Values, in_turns, loaded, sized
-from latency import METRICS, bootstrap_ratio, is_decided, shown, verdict
+from drive import VIRTUAL_STEPS, Side, Values, in_turns, loaded, sized
+from drive_http import Server
+from latency import METRICS, SEEN_BY_CLIENTS, bootstrap_ratio, is_decided, shown, verdict
 from plots import KINDS, markdown
 from tqdm import tqdm
 from workloads import WORKLOADS, draw, vocab_of
@@ -59,6 +65,10 @@ from minivllm.errors import UserError
 QUICK_RATE, QUICK_LONGEST, QUICK_REQUESTS = 50, 20, 3
 ENOUGH = 5  # repetitions: of fewer, chance alone has all on one side too often to mark a winner
 REPETITIONS, MOST_REPETITIONS = 10, 40  # even: who is first takes turns
+
+OVER = {"core": Side, "http": Server}
+# What a client cannot see of an engine core, and what it is judged by instead; of the rest throughput.
+INSTEAD = {"host_ms": "cpu_us"}
 
 # ---------------------------------------------------------------------------------------- A B B A
 
@@ -84,9 +94,10 @@ def measure(together: Sequence[Comparison], args: argparse.Namespace, bar: tqdm)
             for one, *sides_of in pairs
         )
 
-    with loaded({str(i): sized(config, scenes, args.pool_tokens) for i, config in enumerate(asked)}) as sides:
+    made = {str(i): sized(config, scenes, args.pool_tokens) for i, config in enumerate(asked)}
+    with loaded(made, OVER[args.over]) as sides:
         runs = in_turns(sides, scenes, bar.update, args.virtual, is_enough)
-        configs = {name: side.engine.config.flat() for name, side in sides.items()}
+        configs = {name: side.config.flat() for name, side in sides.items()}
     outputs = {"num": runs.num_outputs, "num_different": runs.num_different}
     common = {"shape": shape | {"rate": str(rate)}}
     return [
@@ -157,6 +168,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first repetition's prompts (0)")
     parser.add_argument("--vocab", type=int, help="prompts are random ids below this")
     parser.add_argument("--pool-tokens", type=int, help="KV slots; the workload's own")
+    parser.add_argument(
+        "--over", default="core", choices=OVER, help="what is driven: the engine core, or a server (core)"
+    )
     parser.add_argument("--virtual", action="store_true", help=f"time is steps: {VIRTUAL_STEPS} are a second")
     parser.add_argument(
         "--quick", action="store_true", help="few and very short requests: under two minutes on two free cores"
@@ -167,6 +181,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.max_repetitions = args.repetitions or (ENOUGH if args.quick else MOST_REPETITIONS)
     if args.repetitions is None:
         args.repetitions = min(ENOUGH if args.quick else REPETITIONS, args.max_repetitions)
+    if args.over == "http" and args.virtual:
+        parser.error("--virtual counts an engine core's steps, which --over http cannot see")
     if args.repetitions > args.max_repetitions:
         parser.error("--max-repetitions is below --repetitions")
     args.looks = [args.repetitions << i for i in range(20) if args.repetitions << i <= args.max_repetitions]
@@ -190,8 +206,15 @@ def comparisons_of(args: argparse.Namespace) -> tuple[list[Comparison], list[str
         for one in planned:
             chosen = one.workload if workload == "auto" else workload
             if one.kind in args.kinds:
-                comparisons.append(replace(one, workload=chosen))
+                switch = replace(one.switch, metric=seen_by(args.over, one.switch.metric))
+                comparisons.append(replace(one, workload=chosen, switch=switch))
     return comparisons, skipped
+
+
+def seen_by(over: str, metric: str) -> str:
+    if over == "core" or metric in SEEN_BY_CLIENTS:
+        return metric
+    return INSTEAD.get(metric, "throughput")
 
 
 def groups(comparisons: Sequence[Comparison], is_one_workload: bool) -> list[list[Comparison]]:

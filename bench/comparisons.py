@@ -63,7 +63,9 @@ def plan_comparisons(
         return [Comparison("whole", found[0], a, b, found[0].workload)], []
     name = f"{a.preset} → {b.preset}" if a.preset != b.preset else "all switches"
     whole = Switch(name, _merged(found), "sharegpt", metric)
-    comparisons = [Comparison("whole", whole, a, b, whole.workload), *_path(a, found)]
+    *path, last = _path(a, found)
+    path.append(replace(last, b=b))  # equal but for the preset's name: one engine less to measure
+    comparisons = [Comparison("whole", whole, a, b, whole.workload), *path]
     skipped = []
     for switch in found:
         without, why = _without(b, switch, found)

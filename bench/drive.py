@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from latency import StepRecord, Timeline, metrics
 from workloads import Arrival, Scene
@@ -143,6 +143,7 @@ class Side:
     def __init__(self, config: EngineConfig):
         if config.engine.core != "inproc":
             raise ConfigError(f"engine.core={config.engine.core} cannot be driven: steps are watched in this process")
+        self.config = config
         self.engine: Engine = build(config)
         executor = getattr(self.engine.executor, "inner", self.engine.executor)  # of one in a thread of its own
         runner = getattr(getattr(executor, "worker", None), "runner", None)
@@ -152,6 +153,11 @@ class Side:
         self.recorder = Recorder(config.kv.block_size, prepare, self.engine.core.scheduler.base)
         self.engine.core.observers.append(self.recorder)
         self.num_runs = 0
+
+    def check(self, largest: int) -> None:
+        """Raises ConfigError if the model does not know that token."""
+        if (size := self.engine.info["vocab_size"]) <= largest:
+            raise ConfigError(f"the model knows {size} tokens: choose --vocab {size}")
 
     def run(self, arrivals: Sequence[Arrival], virtual: bool) -> tuple[dict[str, float], list[list[int]]]:
         """(metrics, the tokens of each request in order of arrival)."""
@@ -244,13 +250,26 @@ class Runs(NamedTuple):
     num_outputs: int  # of one side
 
 
+class Driven(Protocol):
+    """A configuration that is loaded: a Side, or (drive_http.py) a Server."""
+
+    config: EngineConfig
+
+    def check(self, largest: int) -> None: ...
+    def run(self, arrivals: Sequence[Arrival], virtual: bool) -> tuple[dict[str, float], list[list[int]]]: ...
+    def close(self) -> None: ...
+
+
+D = TypeVar("D", bound=Driven)
+
+
 @contextmanager
-def loaded(configs: Mapping[str, EngineConfig]) -> Iterator[dict[str, Side]]:
-    """All of them at once, in one process. Raises UserError for a configuration that cannot be built."""
-    sides: dict[str, Side] = {}
+def loaded(configs: Mapping[str, EngineConfig], make: Callable[[EngineConfig], D] = Side) -> Iterator[dict[str, D]]:
+    """All of them at once. Raises UserError for a configuration that cannot be built."""
+    sides: dict[str, D] = {}
     try:
         for name, config in configs.items():
-            sides[name] = Side(config)
+            sides[name] = make(config)
         yield sides
     finally:
         for side in sides.values():
@@ -258,7 +277,7 @@ def loaded(configs: Mapping[str, EngineConfig]) -> Iterator[dict[str, Side]]:
 
 
 def in_turns(
-    sides: Mapping[str, Side],
+    sides: Mapping[str, Driven],
     scenes: Sequence[Scene],
     on_run: Callable[[], Any] = lambda: None,
     virtual: bool = False,
@@ -274,8 +293,7 @@ def in_turns(
     first = arrivals[0]
     warm = first._replace(prompt_token_ids=first.prompt_token_ids[::-1], max_tokens=min(4, first.max_tokens))
     for side in sides.values():
-        if (size := side.engine.info["vocab_size"]) <= largest:
-            raise ConfigError(f"the model knows {size} tokens: choose --vocab {size}")
+        side.check(largest)
         side.run([warm], virtual=True)
     values: Values = {name: [] for name in sides}
     num_different = num_outputs = 0

@@ -1,11 +1,14 @@
 """How near is a simulated run to a real one on this machine, and how near are two real ones to each other?
 
-Half of the workloads are run once, on the real engine in this process: the terms of a profile (minivllm profile) are
-fitted to the steps that they took. The other half, which the fit has not seen, is run twice, and predicted on a virtual
-clock by the real scheduler: presets v0 and v1, a pool that holds all and one that does not (V0 swaps, V1 recomputes),
-other lengths and rates than those of the first half. Rates are loads: shares of what the machine was found to serve.
-An error is simulated / measured - 1, of the mean of the two runs; beside it stands how far these are apart, and what
-a profile of the same machine predicts, made of a grid before any workload ran.
+All workloads are run twice, on the real engine in this process. To the steps that half of them took the terms of a
+profile (minivllm profile) are fitted. The other half, which the fit has not seen, is predicted on a virtual clock by
+the real scheduler: presets v0 and v1, a pool that holds all and one that does not (V0 swaps, V1 recomputes), other
+lengths and rates than those of the first half. Rates are loads: shares of what the machine was found to serve. An error
+is simulated / measured - 1, of the mean of the two runs; beside it stands how far these are apart, and what a profile
+of the same machine predicts, made of a grid before any workload ran.
+
+Both halves take turns in each of the PASSES: a machine that gets slower meanwhile does so for the fit as well. `drift`
+is how much longer the second pass's steps took than the first one's, of the half that is fitted.
 
     python -m bench fidelity --out
     python -m bench fidelity --model dummy:tiny --threads 1 --clock cpu --seconds 2   # where others use the machine
@@ -23,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +74,7 @@ UNSEEN = (
     Kind("chats", 128, 80, {"roomy": 0.85, "small": 1.6}),
     Kind("summaries", 240, 40, {"roomy": 1.0, "small": 1.4}),
 )
+PASSES = 2  # real runs of each
 SHARE = {"roomy": 1.0, "small": 0.5}  # of the seconds of arrivals
 BARS = {"output_tokens_per_s": 5.0, "ttft_p50": 8.0, "itl_p50": 8.0, "ttft_p99": 15.0, "itl_p99": 15.0}  # percent
 
@@ -246,6 +251,10 @@ def rows_of(case: Case, runs: Sequence[Served], fitted: Served, by_grid: Served)
         yield row | {"within": abs(row["error_percent"]) <= bar}
 
 
+def step_seconds(runs: Sequence[Served]) -> float:
+    return sum(sample.seconds for served in runs for sample in served.samples)
+
+
 def percent(ours: float, theirs: float) -> float:
     return round(100 * (ours / theirs - 1), 2) if theirs else 0.0
 
@@ -286,14 +295,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         by_grid = bench.grid_profile()
         note(f"grid: a step is {by_grid.error:.1%} off in the mean")
         asked = {case.name: bench.requests(case, by_grid) for case in cases((*SEEN, *UNSEEN))}
-        seen, runs = [], []
-        for to_fit, to_predict in zip(cases(SEEN), cases(UNSEEN), strict=True):  # in turns: machines drift
-            seen.append(bench.run(to_fit, asked[to_fit.name]))
-            runs.append((to_predict, [bench.run(to_predict, asked[to_predict.name])]))
-        for case, of in runs:
-            of.append(bench.run(case, asked[case.name]))
-        samples = [sample for served in seen for sample in served.samples]
-        host = HostCost(*fit_host([each for served in seen for each in served.host]))
+        seen: list[list[Served]] = [[] for _ in range(PASSES)]
+        runs: list[tuple[Case, list[Served]]] = [(case, []) for case in cases(UNSEEN)]
+        for of_pass in seen:
+            for to_fit, (to_predict, of) in zip(cases(SEEN), runs, strict=True):  # in turns: machines drift
+                of_pass.append(bench.run(to_fit, asked[to_fit.name]))
+                of.append(bench.run(to_predict, asked[to_predict.name]))
+        samples = [sample for served in chain(*seen) for sample in served.samples]
+        host = HostCost(*fit_host([each for served in chain(*seen) for each in served.host]))
         fitted = make_profile(bench.about(bench.engine("v1", "roomy")), samples, host, OUTLIER)
         rows, told = [], []
         for case, of in runs:
@@ -318,6 +327,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "workloads": told,
         "steps": len(samples),
         "step_error_percent": round(100 * fitted.error, 2),
+        "drift_percent": percent(step_seconds(seen[-1]), step_seconds(seen[0])),
         "grid_error_percent": round(100 * by_grid.error, 2),
         "host_us": {name: round(1e6 * seconds, 2) for name, seconds in fitted.host.items()},
         "load_before": round(load, 2),

@@ -59,7 +59,9 @@ class Answer:
             return
         for choice in chunk.get("choices", ()):
             if num := num_tokens_of(choice):
-                self.timelines[choice["index"]].at(now, self.steps, num)
+                timeline = self.timelines[choice["index"]]
+                timeline.tokens += choice.get("token_ids") or ()
+                timeline.at(now, self.steps, num)
                 self.steps += 1
         if usage := chunk.get("usage"):
             self.timelines[0].num_in, self.num_reported = usage["prompt_tokens"], usage["completion_tokens"]

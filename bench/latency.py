@@ -15,6 +15,7 @@ As the first design text of this project defines them, for each request with N o
 And of the engine:
 
     host_ms      mean a step: schedule, prepare inputs, update.
+    cpu_us       of all the processes of a server, for an output token.
     kv_used      tokens held / slots allocated, summed over steps. Above 1 where requests share blocks.
     kv_reserved, kv_internal, kv_external
                  waste as in Figure 2 of the vLLM paper (kv/waste.py), each a fraction of the slots that are not free to
@@ -54,6 +55,7 @@ METRICS: dict[str, Metric] = {
     "latency_p50": Metric("latency, median", "ms"),
     "latency_p99": Metric("latency, p99", "ms"),
     "host_ms": Metric("host time a step", "ms"),
+    "cpu_us": Metric("CPU time of a server, an output token", "µs"),
     "kv_used": Metric("KV slots that hold a token", "of allocated", True),
     "kv_reserved": Metric("KV slots reserved for later", "of taken"),
     "kv_internal": Metric("KV slots wasted inside", "of taken"),
@@ -64,6 +66,11 @@ METRICS: dict[str, Metric] = {
     "stall_steps": Metric("longest stall of a decode", "steps"),
     "num_steps": Metric("steps", "steps"),
 }
+
+SEEN_BY_CLIENTS = (  # of a server; who shares its machine knows its CPU time, too
+    *("throughput", "ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "itl_p50", "itl_p99", "itl_max"),
+    *("latency_p50", "latency_p99", "cpu_us"),
+)
 
 
 @dataclass(slots=True)

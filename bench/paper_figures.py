@@ -30,6 +30,7 @@ FIGURES = {  # name of a command's --figure -> where it is defined
     "19a": "paper_vllm_blocks:FIGURE_19A",
     "19b": "paper_vllm_blocks:FIGURE_19",
     "blog": "paper_blog:FIGURE",
+    "v1": "paper_v1:FIGURE",
     "sarathi": "paper_serving:SARATHI",
     "distserve": "paper_serving:DISTSERVE",
     "mooncake": "paper_mooncake:FIGURE_1",
@@ -45,6 +46,7 @@ class Settings:
     minutes: float = 5.0  # of arrivals in each simulation
     host_ms: float = 15.0  # of the host's work in each step
     host_us: float = 0.0  # and for each request in it
+    host_share: float = 29 / 38  # of V0's host in each step, over the device's time, in the figure of V1's post
     load: float = 1.0  # times a panel's rate, where one is given
     batch: int = 8  # prompts that a static batch is given, where memory does not say
     long_share: float = 0.7  # of a chat's prompts fill the context

@@ -24,6 +24,7 @@ WHAT = {
     "minutes": "of arrivals in each simulation",
     "host_ms": "of the host in each step",
     "host_us": "of the host for each request in a step",
+    "host_share": "of V0's host in each step, over the device's time, in the figure of V1's post",
     "load": "times a panel's rate, where the paper gives none",
     "batch": "prompts of Hugging Face's generate at once",
     "long_share": "of a chat's prompts fill the context",

@@ -37,6 +37,7 @@ TABLE = (
     "itl_max",
     "latency_p50",
     "host_ms",
+    "cpu_us",
     "kv_used",
     "computed",
 )
@@ -106,8 +107,9 @@ def no_difference(row: Row, metric: str) -> str:
 
 
 def repetitions(record: dict[str, Any]) -> str:
-    """ "10", or "10 to 40" where the intervals decided."""
-    found = sorted({row.get("repetitions", record["params"]["repetitions"]) for row in record["results"]["rows"]})
+    """ "10", or "10 to 40" where the intervals decided; "0" where nothing could be compared."""
+    counts = {row.get("repetitions", record["params"]["repetitions"]) for row in record["results"]["rows"]}
+    found = sorted(counts) or [0]
     return f"{found[0]} to {found[-1]}" if len(found) > 1 else str(found[0])
 
 

@@ -98,7 +98,8 @@ async def requests_of(
 def body_of(model: str, arrival: Arrival, text: str, args: argparse.Namespace) -> dict[str, Any]:
     """Greedy, or n sampled sequences."""
     body: dict[str, Any] = {"model": model, "max_tokens": arrival.max_tokens, "stream": True, "n": arrival.n}
-    body |= {"temperature": 1.0 if arrival.n > 1 else 0.0, "stream_options": {"include_usage": True}}
+    body |= {"temperature": 1.0, "seed": 0} if arrival.n > 1 else {"temperature": 0.0}
+    body["stream_options"] = {"include_usage": True}
     if args.endpoint == "chat":
         body["messages"] = [{"role": "user", "content": text}]
     else:

@@ -59,6 +59,7 @@ class Lengths(LogNormal):
 
 
 SHAREGPT_IN, SHAREGPT_OUT = Lengths(161.31, 1.1, 4, 1024), Lengths(337.99, 0.9, 4, 1024)
+SERVED_IN, SERVED_OUT = Lengths(202, 1.1, 4, 1024), Lengths(179, 0.9, 4, 1024)
 ALPACA_IN, ALPACA_OUT = Lengths(19.31, 0.6, 4, 256), Lengths(58.45, 0.8, 2, 512)
 
 
@@ -103,6 +104,11 @@ def fixed(draw: Draw, num_in: int = 128, num_out: int = 128) -> list[Arrival]:
 def sharegpt(draw: Draw) -> list[Arrival]:
     """Chats: 161 tokens in, 338 out on average, wide (vLLM paper, Figure 11a)."""
     return draw.pairs(SHAREGPT_IN, SHAREGPT_OUT)
+
+
+def sharegpt_served(draw: Draw) -> list[Arrival]:
+    """Chats as vLLM's benchmark of servers takes them: 202 tokens in, 179 out on average (its post on 0.6.0, 2024)."""
+    return draw.pairs(SERVED_IN, SERVED_OUT)
 
 
 def alpaca(draw: Draw) -> list[Arrival]:
@@ -205,6 +211,7 @@ class Workload:
 WORKLOADS: dict[str, Workload] = {
     "fixed": Workload(fixed, 16, math.inf, 256),
     "sharegpt": Workload(sharegpt, 16, 2.0, 2048),
+    "sharegpt_served": Workload(sharegpt_served, 500, math.inf, 2048),
     "alpaca": Workload(alpaca, 32, 4.0, 768),
     "shared_prefix": Workload(shared_prefix, 32, 4.0, 1109),
     "many_prefixes": Workload(many_prefixes, 64, 4.0, 1109),

@@ -15,6 +15,7 @@ sys.path.insert(0, str(BENCH))  # only while importing: bench/attention.py would
 import ablate  # noqa: E402
 import comparisons  # noqa: E402
 import drive  # noqa: E402
+import drive_http  # noqa: E402
 import latency  # noqa: E402
 import plots  # noqa: E402
 
@@ -51,7 +52,7 @@ def test_latency_is_ttft_plus_tpot_times_output_tokens():
 
 def test_metrics_are_those_of_the_table():
     found = latency.metrics([latency.Timeline(0.0, 1, [1.0], [0], [5])], [latency.StepRecord(1.0, 1, 1, 0)])
-    assert found.keys() == latency.METRICS.keys() - {"kv_reserved", "kv_internal", "kv_external"}
+    assert found.keys() == latency.METRICS.keys() - {"kv_reserved", "kv_internal", "kv_external", "cpu_us"}
 
 
 def test_waste_is_a_fraction_of_what_is_not_free_and_the_mean_of_its_samples():
@@ -236,7 +237,7 @@ def test_a_run_measures_every_metric_in_every_repetition(result):
     for row in rows:
         assert row["outputs"]["num_different"] == 0 < row["outputs"]["num"]
         for side in "ab":
-            assert row["values"][side].keys() == latency.METRICS.keys()
+            assert row["values"][side].keys() == latency.METRICS.keys() - {"cpu_us"}
             assert all(len(values) == 2 for values in row["values"][side].values())
         assert 0 < row["ratios"]["throughput"]["low"] <= row["ratios"]["throughput"]["ratio"]
 
@@ -404,6 +405,51 @@ def test_a_pool_has_equal_memory_whatever_its_block_size():
 def test_a_core_in_another_process_is_refused():
     with pytest.raises(ConfigError, match="engine.core=process"):
         drive.Side(EngineConfig.build("v1", {"engine.core": "process"}))
+
+
+def test_clients_see_what_needs_no_step():
+    found = latency.request_metrics([latency.Timeline(0.0, 1, [1.0], [0], [5])])
+    assert {*found, "cpu_us"} == {*latency.SEEN_BY_CLIENTS} <= latency.METRICS.keys()
+    told = [ablate.seen_by("http", name) for name in ("itl_p99", "host_ms", "kv_used")]
+    assert told == ["itl_p99", "cpu_us", "throughput"] and ablate.seen_by("core", "host_ms") == "host_ms"
+
+
+def test_servers_are_driven_over_http_and_the_core_s_process_is_a_switch_there(tmp_path):
+    out = tmp_path / "served.json"
+    args = ["--over", "http", "--model", "dummy:tiny", "--set", "executor.kind=simulated", "--scale", "0.1"]
+    args += ["--workload", "parallel_sampling", "--num-requests", "4", "--rate", "200", "--repetitions", "2"]
+    sides = ["--set-a", "runner.inputs=rebuild", "--set-b", "engine.core=process", "--kinds", "path"]
+    assert ablate.main([*args, *sides, "--out", str(out)]) == 0
+    inputs, row = json.loads(out.read_text())["results"]["rows"]
+    assert inputs["metric"] == "cpu_us" and inputs["ratios"]["cpu_us"]["ratio"] > 0  # it was made for host_ms
+    assert row["changes"] == {"engine.core": ["inproc", "process"]} and row["outputs"]["num"] == 2 * 4 * 4
+    for side in "ab":
+        values = row["values"][side]
+        assert min(values["throughput"] + values["cpu_us"]) > 0 and "host_ms" not in values
+        assert all(0 < first <= last for first, last in zip(values["ttft_p50"], values["latency_p50"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("workload", "says"), [("beam", "beams cannot be timed"), ("alpaca", "which --over http cannot see")]
+)
+def test_what_a_client_cannot_see_is_refused(workload, says, tmp_path, capsys):
+    args = ["--over", "http", "--model", "dummy:tiny", "--set", "executor.kind=simulated", "--set-a", "kv.prefix=none"]
+    args += ["--workload", workload, "--scale", "0.1", "--repetitions", "1", "--out", str(tmp_path / "no.json")]
+    if workload == "beam":
+        ablate.main(args)
+    else:
+        with pytest.raises(SystemExit):
+            ablate.main([*args, "--virtual"])
+    told = capsys.readouterr()
+    assert says in told.out + told.err
+
+
+def test_a_server_is_told_all_that_differs_from_its_preset():
+    config = EngineConfig.build("v0", {"model.path": "dummy:tiny", "kv.prefix": "hash", "kv.num_blocks": 7})
+    told = drive_http.command_of(config.override({"engine.core": "inproc"}))
+    assert told[told.index("--preset") + 1] == "v0"
+    sets = {word for flag, word in zip(told, told[1:], strict=False) if flag == "--set"}
+    assert sets == {"model.path=dummy:tiny", "kv.prefix=hash", "kv.num_blocks=7", "engine.core=inproc"}
 
 
 def test_the_feature_table_names_workloads_and_metrics_that_exist():

@@ -19,6 +19,7 @@ import paper_mooncake  # noqa: E402
 import paper_plots  # noqa: E402
 import paper_serving  # noqa: E402
 import paper_simulated  # noqa: E402
+import paper_v1  # noqa: E402
 import paper_vllm_sequences  # noqa: E402
 import papers  # noqa: E402
 from paper_figures import Claim, Figure, Found, Settings, Unsure  # noqa: E402
@@ -166,6 +167,15 @@ def test_the_post_asks_everything_at_once_and_only_generate_is_given_batches(mon
     few, more = (paper_blog.throughput(panel, replace(QUICK, batch=batch)).values for batch in (1, 6))
     paper_blog._a_minute.cache_clear()  # they were of 12 requests
     assert more["vllm"] == few["vllm"] >= few["tgi"] == more["tgi"] > more["huggingface"] > few["huggingface"]
+
+
+def test_v1_gains_by_its_host_and_by_its_decisions_apart(monkeypatch):
+    """Without a host of V0's, V1's decisions are alone with V1's host to pay; with one, all else is nearly equal."""
+    monkeypatch.setattr(paper_v1, "NUM_REQUESTS", 40)
+    panel = FIGURES["v1"].panels["v1-8b"]
+    free, slow = (paper_v1.throughput(panel, Settings(host_share=share)).values for share in (0.0, 1.0))
+    assert free["V1, V0's host"] > free["V1"] == slow["V1"] > slow["V1, V0's host"] > 0.9 * slow["V0"]
+    assert 0.4 < slow["V0"] / free["V0"] < 0.6  # a host that takes as long as the device
 
 
 def test_a_picture_has_every_claim_with_its_verdict(tmp_path):

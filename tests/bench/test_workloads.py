@@ -13,7 +13,16 @@ import pytest
 BENCH = Path(__file__).parent.parent.parent / "bench"
 sys.path.insert(0, str(BENCH))  # only while importing: bench/attention.py would hide tests/attention
 
-from workloads import ALPACA_IN, ALPACA_OUT, SHAREGPT_IN, SHAREGPT_OUT, WORKLOADS, draw  # noqa: E402
+from workloads import (  # noqa: E402
+    ALPACA_IN,
+    ALPACA_OUT,
+    SERVED_IN,
+    SERVED_OUT,
+    SHAREGPT_IN,
+    SHAREGPT_OUT,
+    WORKLOADS,
+    draw,
+)
 
 sys.path.remove(str(BENCH))
 
@@ -37,7 +46,11 @@ def test_a_scene_has_room_for_each_of_its_requests(name):
 
 @pytest.mark.parametrize(
     ("name", "mean_in", "mean_out", "lengths"),
-    [("sharegpt", 161, 338, (SHAREGPT_IN, SHAREGPT_OUT)), ("alpaca", 19, 58, (ALPACA_IN, ALPACA_OUT))],
+    [
+        ("sharegpt", 161, 338, (SHAREGPT_IN, SHAREGPT_OUT)),
+        ("sharegpt_served", 202, 179, (SERVED_IN, SERVED_OUT)),
+        ("alpaca", 19, 58, (ALPACA_IN, ALPACA_OUT)),
+    ],
 )
 def test_mean_lengths_are_those_of_the_paper(name, mean_in, mean_out, lengths):
     num = 10_000
