@@ -9,6 +9,10 @@ Nothing here knows how the host launches kernels: this is a device that captured
 are taken to be used evenly, by chance. Where they are spread over the devices of an attention that is cut, all devices
 have all tokens, each computes what its experts are drawn for, and the sum behind the layer is the one that joins the
 parts of an MLP: so nothing is sent besides, and the device is waited for whose experts are drawn most.
+
+Where devices that would have the same K and V each keep some tokens' of them (decode context parallelism, as in vLLM
+0.11), each looks at its own with the queries of all, which are gathered before and whose results are joined behind, in
+each layer. For a prompt's next piece the K and V of what came before it are gathered instead.
 """
 
 from __future__ import annotations
@@ -73,10 +77,12 @@ class StepCost(Protocol):
 class Held:
     """What each of `count` devices that share a model holds of it."""
 
-    def __init__(self, shape: Shape, numbers: Numbers, count: int = 1, spreads_experts: bool = False):
+    def __init__(
+        self, shape: Shape, numbers: Numbers, count: int = 1, spreads_experts: bool = False, num_contexts: int = 1
+    ):
         self.shape, self.numbers = shape, numbers
         self._weights = numbers.weights or WeightBytes(numbers.size, numbers.size, numbers.dtype, "")
-        self._part = shape.over(count, spreads_experts)
+        self._part = shape.over(count, spreads_experts, num_contexts)
         self.kv_bytes_per_token = self._part.kv_bytes_per_token(numbers.kv_bytes, numbers.kv_scale)
 
     @property
@@ -100,7 +106,7 @@ class Held:
 
 class Cost(Held):
     def __init__(self, device: Device, shape: Shape, numbers: Numbers):
-        super().__init__(shape, numbers, device.count, device.spreads_experts)
+        super().__init__(shape, numbers, device.count, device.spreads_experts, device.num_contexts)
         self.device = device
         self._fp8 = self._weights.compute == FP8 and FP8 in device.flops
         self._bandwidth = device.reached_by(operations.PRODUCT).memory * device.bandwidth
@@ -108,6 +114,7 @@ class Cost(Held):
 
     def step_seconds(self, step: Step) -> float:
         attention = sum(count * self.seconds(work) for count, work in self._attentions(step))
+        attention += self._contexts_seconds(step) if self.device.num_contexts > 1 else 0.0
         return attention + self._fixed_seconds(int(step.num_new.sum()), step.num_samples)
 
     def _fixed_seconds(self, num_tokens: int, num_samples: int) -> float:
@@ -131,6 +138,24 @@ class Cost(Held):
             yield shape.num_layers, num_tokens * 2 * 4
         if shape.heads:
             yield 1, num_samples * shape.vocab_size * size / 2
+
+    def _contexts_seconds(self, step: Step) -> float:
+        """What devices tell each other whose K and V are of other tokens. A gathering, and a sum of which each keeps a
+        part, are half of an all-reduce."""
+        part, count, link = self._part, self.device.num_contexts, self.device.link
+        assert link is not None
+        decodes = step.num_new == 1
+        if (num_decodes := int(decodes.sum())) > 0:
+            query, result = part.attention_widths
+            heads, size = count * part.num_heads * num_decodes, self.numbers.size
+            told = (heads * query * size, heads * 4, heads * result * size)  # with the logarithms of sums, in float32
+            seconds = sum(link.all_reduce_seconds(count, each / 2) for each in told)
+        else:
+            seconds = 0.0
+        if num_cached := int(step.start[~decodes].sum()):
+            whole = num_cached * count * self.kv_bytes_per_token / part.num_layers
+            seconds += link.all_reduce_seconds(count, whole / 2)
+        return part.num_layers * seconds
 
     def move_seconds(self, num_tokens: int, across: bool) -> float:
         """Of so many tokens' K and V, copied on the device, or moved between it and the host (across)."""
@@ -217,13 +242,17 @@ class Cost(Held):
         shape, size = self._part, self.numbers.size
         pairs, new = num_pairs(num_new, start, window), float(num_new.sum())
         seen = start + num_new if window is None else np.minimum(start + num_new, window + num_new - 1)
-        cached = float(seen.sum()) * self.kv_bytes_per_token / shape.num_layers
+        cached, parts = float(seen.sum()) * self.kv_bytes_per_token / shape.num_layers, shape.num_contexts
         if (latent := shape.latent) is None:
-            kind = operations.DECODE if is_decode else operations.PREFILL
-            return operations.attention(pairs, cached, new, shape.num_heads, shape.head_size, size, kind)
+            if not is_decode:  # with all K and V, which were gathered
+                return operations.attention(
+                    pairs, parts * cached, new, shape.num_heads, shape.head_size, size, operations.PREFILL
+                )
+            heads = parts * shape.num_heads
+            return operations.attention(pairs / parts, cached, new, heads, shape.head_size, size, operations.DECODE)
         sizes = shape.num_heads, latent.rank, latent.rope_size, latent.expanded, size
         if is_decode:
-            return operations.absorbed(pairs, cached, new, *sizes)
+            return operations.absorbed(pairs, cached, new, *sizes, num_contexts=parts)
         return operations.expanded(pairs, float(seen.sum()), new, *sizes)
 
 

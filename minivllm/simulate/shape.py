@@ -97,6 +97,7 @@ class Shape:
     latent: Latent | None = None  # None: heads have K and V of their own
     embeds: bool = True  # whether it begins with the embedding: all but a pipeline's later stages do
     sums_norms: bool = False  # whether a norm is over all heads of Q, and of K: devices that share them sum its squares
+    num_contexts: int = 1  # devices that have K and V of the same heads, each those of as many tokens
     heads: bool = True  # whether it ends with the LM head: all but its earlier ones do
 
     @property
@@ -105,6 +106,13 @@ class Shape:
         if self.latent is not None:
             return self.latent.parameters(self.hidden_size, self.num_heads)
         return 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def attention_widths(self) -> tuple[int, int]:
+        """Numbers of a head's query that meets what is cached, and of what comes out."""
+        if self.latent is not None:
+            return self.latent.size, self.latent.rank
+        return self.head_size, self.head_size
 
     @property
     def num_dense_layers(self) -> int:
@@ -135,10 +143,11 @@ class Shape:
     def num_parameters(self) -> int:
         return self.linear_parameters + self.expert_parameters + self.other_parameters
 
-    def over(self, count: int, spreads_experts: bool = False) -> Shape:
+    def over(self, count: int, spreads_experts: bool = False, num_contexts: int = 1) -> Shape:
         """What each of so many devices holds: heads and the inside of every MLP in equal parts, the rest whole
-        (Shoeybi et al., 2019). Heads of K and V that are fewer than the devices are kept more than once. Experts are
-        cut as MLPs are, or (spreads_experts) each device has some of them whole."""
+        (Shoeybi et al., 2019). Heads of K and V that are fewer than the devices are kept more than once; of those that
+        would be alike, so many can each have the K and V of some tokens (num_contexts: vLLM's decode context
+        parallelism). Experts are cut as MLPs are, or (spreads_experts) each device has some of them whole."""
         if spreads_experts and self.experts is None:
             raise ConfigError("executor.device: +ep spreads experts, and the model has none")
         for what, size in self._divided(spreads_experts).items():
@@ -146,6 +155,7 @@ class Shape:
                 raise ConfigError(f"executor.device: {count} devices cannot have equal parts of {size} {what}")
         if self.num_kv_heads % count and count % self.num_kv_heads:
             raise ConfigError(f"executor.device: {count} devices cannot share {self.num_kv_heads} heads of K and V")
+        self._check_contexts(count, num_contexts)
         return replace(
             self,
             num_heads=self.num_heads // count,
@@ -153,7 +163,16 @@ class Shape:
             intermediate_size=self.intermediate_size // count,
             vocab_size=-(-self.vocab_size // count),
             experts=self.experts and self.experts.over(count, spreads_experts),
+            num_contexts=num_contexts,
         )
+
+    def _check_contexts(self, count: int, num_contexts: int) -> None:
+        alike = count if self.latent is not None else max(1, count // self.num_kv_heads)  # devices of one head
+        if alike % num_contexts:
+            found = f"{alike} of {count} devices have" if alike > 1 else f"no two of {count} devices have"
+            raise ConfigError(f"executor.device: +dcp{num_contexts}, but {found} the same K and V of this model")
+        if num_contexts > 1 and set(self.windows) != {None}:
+            raise ConfigError("executor.device: +dcp is not simulated with sliding windows")
 
     def stages(self, count: int, split: Sequence[int] = ()) -> list[Shape]:
         """What each stage of a pipeline holds. split: how many layers. Those with experts are spread evenly over the
@@ -187,11 +206,12 @@ class Shape:
         return sizes
 
     def kv_bytes_per_token(self, bytes_per_number: float, bytes_per_scale: float = 0) -> float:
-        """bytes_per_scale: of what a head of a token has beside its numbers."""
+        """Of a device, in the mean. bytes_per_scale: of what a head of a token has beside its numbers."""
         if self.latent is not None:
-            return self.num_layers * (self.latent.size * bytes_per_number + bytes_per_scale)
-        per_head = self.head_size * bytes_per_number + bytes_per_scale
-        return 2 * self.num_layers * self.num_kv_heads * per_head
+            per_layer = self.latent.size * bytes_per_number + bytes_per_scale
+        else:
+            per_layer = 2 * self.num_kv_heads * (self.head_size * bytes_per_number + bytes_per_scale)
+        return self.num_layers * per_layer / self.num_contexts
 
 
 def read_shape(config: Mapping[str, Any], where: str = "config.json") -> Shape:

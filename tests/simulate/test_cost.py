@@ -179,6 +179,68 @@ def test_experts_that_cannot_be_spread_are_refused_in_a_sentence(device, model, 
         Cost(find_device(device), read_shape(config), BF16)
 
 
+def test_contexts_that_are_spread_leave_room_for_as_many_times_the_tokens():
+    for device, model, num_contexts in (("8xh100", "qwen3-30b-a3b", 2), ("8xh200", "deepseek-v3", 8)):
+        alike, spread = (
+            Cost(find_device(name), read_shape(config_of(model)), BF16)
+            for name in (device, f"{device}+dcp{num_contexts}")
+        )
+        assert spread.weight_bytes == alike.weight_bytes
+        assert num_contexts * spread.kv_bytes_per_token == pytest.approx(alike.kv_bytes_per_token)
+
+
+@pytest.mark.parametrize(("model", "device"), [("qwen3-30b-a3b", "8xh100+dcp2"), ("deepseek-v3", "8xh200+dcp8")])
+def test_spread_contexts_are_faster_where_they_are_long_and_gathered_where_a_prompt_goes_on(model, device):
+    shape = read_shape(config_of(model))
+    spread, alike = (Cost(find_device(name), shape, BF16) for name in (device, device.partition("+")[0]))
+    steps = {
+        "long": decode(32, 100_000),
+        "short": decode(1, 100),
+        "prompt": Step(np.array([2048]), np.array([0]), 1),
+        "goes on": Step(np.array([2048]), np.array([50_000]), 1),
+    }
+    ratios = {name: spread.step_seconds(step) / alike.step_seconds(step) for name, step in steps.items()}
+    assert ratios["long"] < 0.8 and ratios["prompt"] == 1 < min(ratios["short"], ratios["goes on"])
+
+
+def test_all_pairs_of_spread_contexts_are_computed_once():
+    sizes = 1e6, 3e8, 32, 16, 512, 64, 256, 2
+    whole, part = (operations.absorbed(*sizes, num_contexts=count) for count in (1, 8))
+    assert part.flops == whole.flops and part.bytes > whole.bytes  # queries and results, beside the same vectors
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "what"),
+    [
+        ("4xh100+dcp2", "llama-3.1-8b", "no two of 4 devices have the same K and V"),
+        ("8xh100+dcp4", "qwen3-30b-a3b", "2 of 8 devices have the same"),
+        ("8xh100+dcp3", "deepseek-v3", "3 parts of a context cannot lie on 8 devices"),
+        ("h100+dcp2", "qwen3-30b-a3b", "2 parts of a context cannot lie on 1 devices"),
+        ("8xh100+dcp0", "qwen3-30b-a3b", "0 parts"),
+        ("2xh100+dcp2", "one head", "with sliding windows"),
+    ],
+)
+def test_contexts_that_cannot_be_spread_are_refused_in_a_sentence(device, model, what):
+    with pytest.raises(ConfigError, match=what):
+        Cost(find_device(device), read_shape(config_of(model)), BF16)
+
+
+def config_of(model: str) -> dict:
+    if model == "one head":
+        layers = ["full_attention", "sliding_attention"] * 2
+        own = {"num_key_value_heads": 1, "num_hidden_layers": 4, "layer_types": layers, "sliding_window": 64}
+        return {**hf_config("llama-3.1-8b"), **own}
+    return MODELS[model] if model in MODELS else hf_config(model)
+
+
+def test_a_device_s_name_has_all_ways_of_sharing_in_one_order():
+    found = find_device("2x8xh100+ep+dcp2:41,39")
+    assert (found.num_stages, found.count, found.split) == (2, 8, (41, 39))
+    assert found.spreads_experts and found.num_contexts == 2
+    with pytest.raises(ConfigError, match="no device"):
+        find_device("8xh100+dcp")
+
+
 # vLLM's captured all-reduce on H100, in ai-dynamo/aiconfigurator 095f58a (us): devices, bytes, measured.
 MEASURED = [(2, 8192, 4.5), (2, 8388608, 81.4), (4, 131072, 7.2), (4, 33554432, 329.9), (8, 512, 4.6), (8, 8388608, 92)]
 
