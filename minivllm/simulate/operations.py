@@ -14,7 +14,7 @@ Number = Any  # a float, or an array of them
 PRODUCT, PRODUCT_FP8 = "product", "product_fp8"
 PREFILL, DECODE, EXPANDED, ABSORBED = "prefill", "decode", "expanded", "absorbed"
 EXPERTS, EXPERTS_FP8 = "experts", "experts_fp8"
-ELEMENTWISE = "elementwise"
+ELEMENTWISE, STATE = "elementwise", "state"
 IN_FP8 = (PRODUCT_FP8, EXPERTS_FP8)
 
 
