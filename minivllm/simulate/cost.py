@@ -9,6 +9,10 @@ Nothing here knows how the host launches kernels: this is a device that captured
 are taken to be used evenly, by chance. Where they are spread over the devices of an attention that is cut, all devices
 have all tokens, each computes what its experts are drawn for, and the sum behind the layer is the one that joins the
 parts of an MLP: so nothing is sent besides, and the device is waited for whose experts are drawn most.
+
+Where devices that would have the same K and V each keep some tokens' of them (decode context parallelism, as in vLLM
+0.11), each looks at its own with the queries of all, which are gathered before and whose results are joined behind, in
+each layer. For a prompt's next piece the K and V of what came before it are gathered instead.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ from typing import Protocol
 
 import numpy as np
 
+from minivllm.kv_groups import block_size_for
 from minivllm.simulate import operations
 from minivllm.simulate.devices import Device
 from minivllm.simulate.operations import Work
 from minivllm.simulate.shape import Experts, Shape
+from minivllm.simulate.states import States
 from minivllm.simulate.weights import FP8, WeightBytes
 
 KEPT_SIZES = 1 << 14  # of steps, whose time but for attention is kept
@@ -65,6 +71,7 @@ class StepCost(Protocol):
 
     @property
     def weight_bytes(self) -> int: ...
+    def block_size(self, asked: int) -> int: ...
     def forward_bytes(self, num_tokens: int, num_samples: int) -> int: ...
     def step_seconds(self, step: Step) -> float: ...
     def move_seconds(self, num_tokens: int, across: bool) -> float: ...
@@ -73,10 +80,12 @@ class StepCost(Protocol):
 class Held:
     """What each of `count` devices that share a model holds of it."""
 
-    def __init__(self, shape: Shape, numbers: Numbers, count: int = 1, spreads_experts: bool = False):
+    def __init__(
+        self, shape: Shape, numbers: Numbers, count: int = 1, spreads_experts: bool = False, num_contexts: int = 1
+    ):
         self.shape, self.numbers = shape, numbers
         self._weights = numbers.weights or WeightBytes(numbers.size, numbers.size, numbers.dtype, "")
-        self._part = shape.over(count, spreads_experts)
+        self._part = shape.over(count, spreads_experts, num_contexts)
         self.kv_bytes_per_token = self._part.kv_bytes_per_token(numbers.kv_bytes, numbers.kv_scale)
 
     @property
@@ -84,6 +93,13 @@ class Held:
         part, held = self._part, self._weights
         linear = part.linear_parameters * held.linear + part.expert_parameters * held.expert
         return int(linear) + part.other_parameters * self.numbers.size
+
+    def block_size(self, asked: int) -> int:
+        """Tokens a block, no fewer than asked: so many that K and V of a layer are no smaller than a state."""
+        part = self._part
+        if part.states is None:
+            return asked
+        return block_size_for(part.states.each, int(self.kv_bytes_per_token / part.num_attention_layers), asked)
 
     @property
     def expert_bytes(self) -> int:
@@ -94,13 +110,14 @@ class Held:
         """Of the largest activations that lie in memory together in a step."""
         shape = self._part
         widest = shape.experts.per_token * shape.experts.intermediate_size if shape.experts else shape.intermediate_size
-        per_token = 4 * shape.hidden_size + 3 * max(widest, shape.num_heads * shape.head_size)
+        widest = max(widest, shape.num_heads * shape.head_size, shape.states.num_in if shape.states else 0)
+        per_token = 4 * shape.hidden_size + 3 * widest
         return num_tokens * per_token * self.numbers.size + 2 * num_samples * self.shape.vocab_size * 4
 
 
 class Cost(Held):
     def __init__(self, device: Device, shape: Shape, numbers: Numbers):
-        super().__init__(shape, numbers, device.count, device.spreads_experts)
+        super().__init__(shape, numbers, device.count, device.spreads_experts, device.num_contexts)
         self.device = device
         self._fp8 = self._weights.compute == FP8 and FP8 in device.flops
         self._bandwidth = device.reached_by(operations.PRODUCT).memory * device.bandwidth
@@ -108,6 +125,7 @@ class Cost(Held):
 
     def step_seconds(self, step: Step) -> float:
         attention = sum(count * self.seconds(work) for count, work in self._attentions(step))
+        attention += self._contexts_seconds(step) if self.device.num_contexts > 1 else 0.0
         return attention + self._fixed_seconds(int(step.num_new.sum()), step.num_samples)
 
     def _fixed_seconds(self, num_tokens: int, num_samples: int) -> float:
@@ -132,6 +150,24 @@ class Cost(Held):
         if shape.heads:
             yield 1, num_samples * shape.vocab_size * size / 2
 
+    def _contexts_seconds(self, step: Step) -> float:
+        """What devices tell each other whose K and V are of other tokens. A gathering, and a sum of which each keeps a
+        part, are half of an all-reduce."""
+        part, count, link = self._part, self.device.num_contexts, self.device.link
+        assert link is not None
+        decodes = step.num_new == 1
+        if (num_decodes := int(decodes.sum())) > 0:
+            query, result = part.attention_widths
+            heads, size = count * part.num_heads * num_decodes, self.numbers.size
+            told = (heads * query * size, heads * 4, heads * result * size)  # with the logarithms of sums, in float32
+            seconds = sum(link.all_reduce_seconds(count, each / 2) for each in told)
+        else:
+            seconds = 0.0
+        if num_cached := int(step.start[~decodes].sum()):
+            whole = num_cached * count * self.kv_bytes_per_token / part.num_attention_layers
+            seconds += link.all_reduce_seconds(count, whole / 2)
+        return part.num_attention_layers * seconds
+
     def move_seconds(self, num_tokens: int, across: bool) -> float:
         """Of so many tokens' K and V, copied on the device, or moved between it and the host (across)."""
         size = num_tokens * self.kv_bytes_per_token
@@ -146,6 +182,8 @@ class Cost(Held):
     # ---------------------------------------------------------------------------------------------------- operations
 
     def _attentions(self, step: Step) -> Iterator[tuple[int, Work]]:
+        if (states := self._part.states) is not None:
+            yield states.num_layers, self._state(step, states)
         for window, num_layers in self._part.windows.items():
             for is_decode in (True, False):
                 if (chosen := (step.num_new == 1) == is_decode).any():
@@ -156,9 +194,14 @@ class Cost(Held):
         shape, hidden = self._part, self.shape.hidden_size
         queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
         for num_in, num_out in self._projections():
-            yield shape.num_layers, self._linear(num_tokens, num_in, num_out)
+            yield shape.num_attention_layers, self._linear(num_tokens, num_in, num_out)
         # two norms with what is added to them, and rope
-        yield shape.num_layers, self._elementwise(num_tokens, 8 * hidden + 2 * (queries + keys), 3)
+        yield shape.num_attention_layers, self._elementwise(num_tokens, 8 * hidden + 2 * (queries + keys), 3)
+        if (states := shape.states) is not None:
+            yield states.num_layers, self._linear(num_tokens, hidden, states.num_in)
+            yield states.num_layers, self._linear(num_tokens, states.num_out, hidden)
+            # two norms, the convolution, and the norm and gate of what is answered
+            yield states.num_layers, self._elementwise(num_tokens, 8 * hidden + 2 * states.num_in, 4)
         yield from self._mlps(num_tokens)
         if not shape.heads:
             return
@@ -171,7 +214,8 @@ class Cost(Held):
         shape, hidden = self._part, self.shape.hidden_size
         queries = shape.num_heads * shape.head_size
         if (latent := shape.latent) is None:
-            return [(hidden, queries + 2 * shape.num_kv_heads * shape.head_size), (queries, hidden)]
+            keys, gates = shape.num_kv_heads * shape.head_size, shape.gates * queries
+            return [(hidden, queries + gates + 2 * keys), (queries, hidden)]
         ends = (hidden, latent.size + latent.query_rank), (shape.num_heads * latent.value_size, hidden)
         return [*ends, (latent.query_rank or hidden, queries)]
 
@@ -212,18 +256,30 @@ class Cost(Held):
         """width: numbers that are read or written, a token."""
         return Work(operations.ELEMENTWISE, 0, num_tokens * width * self.numbers.size, num_kernels)
 
+    def _state(self, step: Step, states: States) -> Work:
+        """Of a layer: each request's state is read and written once, whatever it takes in."""
+        num_decodes = int((step.num_new == 1).sum())
+        num_tokens = int(step.num_new.sum())
+        moved = num_tokens * (states.each.channels + states.num_out) * self.numbers.size
+        flops = states.flops(num_decodes, num_tokens - num_decodes)
+        return Work(operations.STATE, flops, 2 * len(step.num_new) * states.bytes + moved)
+
     def _attention(self, num_new: np.ndarray, start: np.ndarray, window: int | None, is_decode: bool) -> Work:
         """num_new, start [R] int64"""
         shape, size = self._part, self.numbers.size
         pairs, new = num_pairs(num_new, start, window), float(num_new.sum())
         seen = start + num_new if window is None else np.minimum(start + num_new, window + num_new - 1)
-        cached = float(seen.sum()) * self.kv_bytes_per_token / shape.num_layers
+        cached, parts = float(seen.sum()) * self.kv_bytes_per_token / shape.num_attention_layers, shape.num_contexts
         if (latent := shape.latent) is None:
-            kind = operations.DECODE if is_decode else operations.PREFILL
-            return operations.attention(pairs, cached, new, shape.num_heads, shape.head_size, size, kind)
+            if not is_decode:  # with all K and V, which were gathered
+                return operations.attention(
+                    pairs, parts * cached, new, shape.num_heads, shape.head_size, size, operations.PREFILL
+                )
+            heads = parts * shape.num_heads
+            return operations.attention(pairs / parts, cached, new, heads, shape.head_size, size, operations.DECODE)
         sizes = shape.num_heads, latent.rank, latent.rope_size, latent.expanded, size
         if is_decode:
-            return operations.absorbed(pairs, cached, new, *sizes)
+            return operations.absorbed(pairs, cached, new, *sizes, num_contexts=parts)
         return operations.expanded(pairs, float(seen.sum()), new, *sizes)
 
 

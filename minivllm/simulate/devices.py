@@ -65,6 +65,7 @@ class Device:
     num_stages: int = 1  # of a pipeline, each so many devices with some of the layers
     split: tuple[int, ...] = ()  # layers of each stage; (): as even as can be, the first ones having more
     spreads_experts: bool = False  # a mixture's over `count`, each whole on one (expert parallelism); else all are cut
+    num_contexts: int = 1  # that share equal K and V, each with those of some tokens (decode context parallelism)
 
     @property
     def worst_error(self) -> float:
@@ -278,13 +279,15 @@ COUNTS = (1, 2, 4, 8)  # that are proposed
 
 
 _ASKED = re.compile(
-    r"(?:(?P<stages>\d+)x(?=\d+x))?(?:(?P<count>\d+)x)?(?P<name>[^:+]+)(?P<ep>\+ep)?(?::(?P<split>\d+(?:,\d+)*))?"
+    r"(?:(?P<stages>\d+)x(?=\d+x))?(?:(?P<count>\d+)x)?(?P<name>[^:+]+)(?P<ep>\+ep)?(?:\+dcp(?P<dcp>\d+))?"
+    r"(?::(?P<split>\d+(?:,\d+)*))?"
 )
 
 
 def find_device(asked: str) -> Device:
     """By name; or as "4xh100", several that share each layer; or as "2x4xh100", two stages of such a pipeline, and
-    "2x4xh100:41,39" with so many layers each; "4xh100+ep" spreads a mixture's experts. Raises ConfigError."""
+    "2x4xh100:41,39" with so many layers each; "8xh100+ep" spreads a mixture's experts, and "8xh100+dcp2" the tokens of
+    K and V that two devices would have alike. Raises ConfigError."""
     parts = _ASKED.fullmatch(asked)
     name = parts["name"] if parts else asked
     if parts is None or name not in DEVICES:
@@ -303,7 +306,11 @@ def find_device(asked: str) -> Device:
         raise ConfigError(f"executor.device={asked}: what {name} sends to another is not modelled")
     if parts["ep"] and count == 1:
         raise ConfigError(f"executor.device={asked}: +ep spreads experts over the devices of a layer, and here is one")
-    return replace(several(DEVICES[name], count, num_stages, split), spreads_experts=bool(parts["ep"]))
+    num_contexts = int(parts["dcp"] or 1)
+    if num_contexts < 1 or count % num_contexts:
+        raise ConfigError(f"executor.device={asked}: {num_contexts} parts of a context cannot lie on {count} devices")
+    ways = {"spreads_experts": bool(parts["ep"]), "num_contexts": num_contexts}
+    return replace(several(DEVICES[name], count, num_stages, split), **ways)
 
 
 def several(device: Device, count: int, num_stages: int = 1, split: tuple[int, ...] = ()) -> Device:

@@ -43,6 +43,14 @@ def _opt(num_layers: int, hidden: int, heads: int) -> dict[str, Any]:
 
 
 _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_NEXT = {  # three of four layers keep a state
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 262_144,
+    "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _MISTRAL = {"max_position_embeddings": 32_768}
 _EVERY_SIXTH = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(62)]
 
@@ -144,6 +152,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": SHAPES["qwen3-30b-a3b"],
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12_288, **_QWEN3_EXPERTS, moe_intermediate_size=1536)
     | {"num_key_value_heads": 4},
+    "qwen3-next-80b-a3b": _qwen3(48, 2048, 16, 5120, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512)
+    | _QWEN3_NEXT,
     "mistral-7b": _llama(32, 4096, 32, 14_336) | _MISTRAL | {"vocab_size": 32_768},
     "mixtral-8x7b": _llama(32, 4096, 32, 14_336, num_local_experts=8, num_experts_per_tok=2)
     | _MISTRAL

@@ -14,7 +14,7 @@ Number = Any  # a float, or an array of them
 PRODUCT, PRODUCT_FP8 = "product", "product_fp8"
 PREFILL, DECODE, EXPANDED, ABSORBED = "prefill", "decode", "expanded", "absorbed"
 EXPERTS, EXPERTS_FP8 = "experts", "experts_fp8"
-ELEMENTWISE = "elementwise"
+ELEMENTWISE, STATE = "elementwise", "state"
 IN_FP8 = (PRODUCT_FP8, EXPERTS_FP8)
 
 
@@ -39,13 +39,22 @@ def attention(
 
 
 def absorbed(
-    pairs: Number, cached: Number, num_new: Number, heads: Number, rank: int, rope: int, expanded: int, size: float
+    pairs: Number,
+    cached: Number,
+    num_new: Number,
+    heads: Number,
+    rank: int,
+    rope: int,
+    expanded: int,
+    size: float,
+    num_contexts: int = 1,
 ) -> Work:
     """Latent attention of decodes: over cached vectors as they are. The matrix that would make K of one is multiplied
     into the queries before, that of V into what comes out (DeepSeek-V2, 2024, section 2.1.2). expanded: numbers of K
-    and V that a head would have of a vector."""
+    and V that a head would have of a vector. num_contexts: devices that each have some tokens' vectors, and look at
+    them with all devices' heads: pairs as many, queries and results more."""
     around = num_new * heads * rank * expanded
-    moved = heads * rank * expanded * size + num_new * heads * (2 * rank + rope) * size
+    moved = heads * rank * expanded * size + num_contexts * num_new * heads * (2 * rank + rope) * size
     return Work(ABSORBED, 2 * pairs * heads * (2 * rank + rope) + 2 * around, cached + moved)
 
 

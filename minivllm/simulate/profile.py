@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ from minivllm.simulate.shape import Shape
 SCHEMA = "minivllm.profile/1"
 SUFFIX = ".json"
 MAKE = "make one with `minivllm profile`"
+
+
+_DEFAULTS = {
+    size.name: size.default for kind in (Shape, Numbers) for size in fields(kind) if size.default is not MISSING
+}
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,8 +122,8 @@ class ProfileCost(Held):
 
 
 def _difference(model: Model, shape: Shape, numbers: Numbers) -> str:
-    """The first size that differs; "": none."""
-    ours, theirs = plain(shape) | plain(numbers), model.sizes | model.numbers
+    """The first size that differs; "": none. A file that is older than a size has what all models had then."""
+    ours, theirs = plain(shape) | plain(numbers), _DEFAULTS | model.sizes | model.numbers
     return next((f"{name}={ours[name]}, not {theirs.get(name)}" for name in ours if ours[name] != theirs.get(name)), "")
 
 

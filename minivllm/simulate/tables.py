@@ -274,6 +274,8 @@ class TableCost:
         """links: None for one device. num_expert_ranks: devices that share a mixture's experts. pads: the sizes of
         captured forwards, ascending; a step of no more tokens than the largest takes as long as the next one. Raises
         ModelError if a part of the model is in no table, ConfigError if tp devices cannot have equal parts of it."""
+        if shape.states is not None:
+            raise ModelError("the model's layers keep recurrent states, and no table has what these take")
         if shape.experts is not None and tables.experts is None:
             raise ModelError("the model is a mixture of experts, and its tables have no moe.csv")
         if shape.num_dense_layers and tables.mlp is None:
@@ -294,6 +296,9 @@ class TableCost:
         if (ranks := self._num_expert_ranks) <= (tp := self.tables.tp):
             return cut
         return cut - held + held * tp // ranks
+
+    def block_size(self, asked: int) -> int:
+        return asked
 
     def forward_bytes(self, num_tokens: int, num_samples: int) -> int:
         return self._formulas.forward_bytes(num_tokens, num_samples)

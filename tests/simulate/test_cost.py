@@ -30,18 +30,9 @@ OPT_13B = {
 }
 
 
-WITH_STATES = [name for name, shape in SHAPES.items() if {"linear_num_value_heads", "mamba_d_state"} & shape.keys()]
-
-
-@pytest.mark.parametrize("name", [name for name in SHAPES if name not in WITH_STATES])
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_has_the_parameters_of_the_model(name):
     assert read_shape(hf_config(name)).num_parameters == dummy_spec(name).num_parameters
-
-
-@pytest.mark.parametrize("name", WITH_STATES)
-def test_recurrent_states_are_not_modelled_yet(name):
-    with pytest.raises(ModelError, match="the cost of (linear attention|a recurrent state)"):
-        read_shape(hf_config(name))
 
 
 def test_opt_is_read_by_its_own_names():
@@ -61,7 +52,8 @@ def test_a_gigabyte_of_kv_holds_as_many_tokens_as_vllm_says():
     [
         ({"kv_lora_rank": 512}, "no field qk_rope_head_dim"),
         ({"index_topk": 2048}, "sparse attention"),
-        ({"layer_types": ["linear_attention"] * 40}, "linear_attention"),
+        ({"layer_types": ["full_attention", "conv"] * 20}, "the cost of conv"),
+        ({"ssm_state_size": 128}, "a recurrent state"),
         ({"num_hidden_layers": None}, "no field num_hidden_layers or n_layer"),
         ({"vocab_size": "many"}, "no field vocab_size"),
     ],
@@ -124,6 +116,91 @@ def test_a_mixture_reads_more_experts_the_more_tokens_there_are():
     assert many > 4 * one and many > 0.9 * cost.weight_bytes / (0.849 * 3.35e12) * 0.95
 
 
+# --------------------------------------------------------------------------------------------------------- states
+
+
+def test_of_four_layers_three_keep_a_state_and_the_fourth_has_k_and_v():
+    shape = read_shape(MODELS["qwen3-next-80b-a3b"])
+    assert math.isclose(shape.num_parameters, 80e9, rel_tol=0.01)  # its name
+    assert shape.states is not None and (shape.states.num_layers, shape.num_attention_layers) == (36, 12)
+    assert shape.kv_bytes_per_token(2) == 12 * 2 * 2 * 256 * 2
+    assert shape.states.bytes == 4 * (32 * 128 * 128 + 3 * 8192)  # of each head a matrix; three tokens' channels
+
+
+def test_states_take_as_long_whatever_came_before_them():
+    """The same layers, once with states and once as attention: what a step takes more for a longer context."""
+    config = MODELS["qwen3-next-80b-a3b"]
+    with_states, without = (
+        Cost(DEVICES["h200"], read_shape(one), BF16)
+        for one in (config, {**config, "layer_types": ["full_attention"] * 48})
+    )
+    more = [c.step_seconds(decode(16, 200_000)) - c.step_seconds(decode(16, 1000)) for c in (with_states, without)]
+    assert more[0] == pytest.approx(more[1] / 4, rel=0.01)
+    one, many = (with_states.step_seconds(decode(batch, 1)) for batch in (1, 256))
+    assert many - one > 0.9 * 36 * 255 * 2 * with_states.shape.states.bytes / DEVICES["h200"].bandwidth
+
+
+def test_a_prompt_reads_and_writes_its_states_once():
+    states = read_shape(hf_config("qwen3.5-0.8b")).states
+    assert states.flops(3, 64) == 3 * states.flops(1, 0) + 64 * states.flops(0, 1)
+    cost = Cost(DEVICES["h100"], read_shape(hf_config("qwen3.5-0.8b")), BF16)
+    (_, prompt), (_, decodes) = (next(cost._attentions(step)) for step in (Step.of(64), decode(64, 1)))
+    assert decodes.bytes - prompt.bytes == 63 * 2 * states.bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-0.8b", "granite-4.0-h-350m"])
+def test_a_block_is_as_large_as_a_state(name):
+    shape = read_shape(hf_config(name))
+    cost = Cost(DEVICES["h100"], shape, BF16)
+    size = cost.block_size(16)
+    per_token = cost.kv_bytes_per_token / shape.num_attention_layers
+    assert (size - 16) * per_token < shape.states.bytes <= size * per_token
+    assert cost.block_size(100_000) == 100_000 and on("h100").block_size(16) == 16
+
+
+def test_devices_share_the_heads_of_a_state():
+    shape = read_shape(MODELS["qwen3-next-80b-a3b"])
+    part = shape.over(4).states
+    assert part.num_layers == 36 and 4 * part.bytes == shape.states.bytes
+    with pytest.raises(ConfigError, match="equal parts of 24 and 16 heads of a state"):
+        dataclasses.replace(shape.states, each=shape.states.each._replace(num_v_heads=24)).over(16)
+    with pytest.raises(ConfigError, match="stages of a model with sliding windows or recurrent states"):
+        shape.stages(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layer_types": None}, "no field layer_types says"),
+        ({"layer_types": ["mamba"] * 32}, "without a layer of attention"),
+        ({"mamba_n_heads": None}, "of a kind that is not modelled"),
+        ({"layer_types": ["conv"] * 32}, "the cost of conv"),
+    ],
+)
+def test_states_that_are_not_modelled_are_refused(changes, says):
+    with pytest.raises(ModelError, match=says):
+        read_shape({**hf_config("granite-4.0-h-350m"), **changes})
+
+
+@pytest.mark.parametrize(
+    ("says", "windows"),
+    [
+        ({"model_type": "gemma3_text"}, {None: 5, 512: 27}),
+        ({"sliding_window_pattern": 4}, {None: 8, 512: 24}),
+        ({"model_type": "gemma2"}, {None: 16, 512: 16}),
+        ({}, {None: 32}),
+    ],
+)
+def test_older_configs_say_which_layers_have_windows_in_other_words(says, windows):
+    shape = read_shape({**hf_config("llama-3.1-8b"), "model_type": None, "sliding_window": 512, **says})
+    assert shape.windows == windows
+
+
+def test_a_config_that_could_have_states_and_has_none_is_one_of_attention():
+    shape = read_shape({**hf_config("granite-4.0-h-350m"), "layer_types": ["attention"] * 32})
+    assert shape.states is None and shape.num_attention_layers == 32
+
+
 # ------------------------------------------------------------------------------------------------- several devices
 
 
@@ -179,6 +256,68 @@ def test_experts_that_cannot_be_spread_are_refused_in_a_sentence(device, model, 
         Cost(find_device(device), read_shape(config), BF16)
 
 
+def test_contexts_that_are_spread_leave_room_for_as_many_times_the_tokens():
+    for device, model, num_contexts in (("8xh100", "qwen3-30b-a3b", 2), ("8xh200", "deepseek-v3", 8)):
+        alike, spread = (
+            Cost(find_device(name), read_shape(config_of(model)), BF16)
+            for name in (device, f"{device}+dcp{num_contexts}")
+        )
+        assert spread.weight_bytes == alike.weight_bytes
+        assert num_contexts * spread.kv_bytes_per_token == pytest.approx(alike.kv_bytes_per_token)
+
+
+@pytest.mark.parametrize(("model", "device"), [("qwen3-30b-a3b", "8xh100+dcp2"), ("deepseek-v3", "8xh200+dcp8")])
+def test_spread_contexts_are_faster_where_they_are_long_and_gathered_where_a_prompt_goes_on(model, device):
+    shape = read_shape(config_of(model))
+    spread, alike = (Cost(find_device(name), shape, BF16) for name in (device, device.partition("+")[0]))
+    steps = {
+        "long": decode(32, 100_000),
+        "short": decode(1, 100),
+        "prompt": Step(np.array([2048]), np.array([0]), 1),
+        "goes on": Step(np.array([2048]), np.array([50_000]), 1),
+    }
+    ratios = {name: spread.step_seconds(step) / alike.step_seconds(step) for name, step in steps.items()}
+    assert ratios["long"] < 0.8 and ratios["prompt"] == 1 < min(ratios["short"], ratios["goes on"])
+
+
+def test_all_pairs_of_spread_contexts_are_computed_once():
+    sizes = 1e6, 3e8, 32, 16, 512, 64, 256, 2
+    whole, part = (operations.absorbed(*sizes, num_contexts=count) for count in (1, 8))
+    assert part.flops == whole.flops and part.bytes > whole.bytes  # queries and results, beside the same vectors
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "what"),
+    [
+        ("4xh100+dcp2", "llama-3.1-8b", "no two of 4 devices have the same K and V"),
+        ("8xh100+dcp4", "qwen3-30b-a3b", "2 of 8 devices have the same"),
+        ("8xh100+dcp3", "deepseek-v3", "3 parts of a context cannot lie on 8 devices"),
+        ("h100+dcp2", "qwen3-30b-a3b", "2 parts of a context cannot lie on 1 devices"),
+        ("8xh100+dcp0", "qwen3-30b-a3b", "0 parts"),
+        ("2xh100+dcp2", "one head", "with sliding windows"),
+    ],
+)
+def test_contexts_that_cannot_be_spread_are_refused_in_a_sentence(device, model, what):
+    with pytest.raises(ConfigError, match=what):
+        Cost(find_device(device), read_shape(config_of(model)), BF16)
+
+
+def config_of(model: str) -> dict:
+    if model == "one head":
+        layers = ["full_attention", "sliding_attention"] * 2
+        own = {"num_key_value_heads": 1, "num_hidden_layers": 4, "layer_types": layers, "sliding_window": 64}
+        return {**hf_config("llama-3.1-8b"), **own}
+    return MODELS[model] if model in MODELS else hf_config(model)
+
+
+def test_a_device_s_name_has_all_ways_of_sharing_in_one_order():
+    found = find_device("2x8xh100+ep+dcp2:41,39")
+    assert (found.num_stages, found.count, found.split) == (2, 8, (41, 39))
+    assert found.spreads_experts and found.num_contexts == 2
+    with pytest.raises(ConfigError, match="no device"):
+        find_device("8xh100+dcp")
+
+
 # vLLM's captured all-reduce on H100, in ai-dynamo/aiconfigurator 095f58a (us): devices, bytes, measured.
 MEASURED = [(2, 8192, 4.5), (2, 8388608, 81.4), (4, 131072, 7.2), (4, 33554432, 329.9), (8, 512, 4.6), (8, 8388608, 92)]
 
@@ -213,6 +352,7 @@ PUBLISHED = {
     "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235,
+    "qwen3-next-80b-a3b": 80,
     "mistral-7b": 7.25,
     "mixtral-8x7b": 46.7,
     "gemma-3-27b": 27.0,

@@ -14,7 +14,7 @@ from minivllm.engine.build.facts import About, facts_with_kv
 from minivllm.engine.build.kv import choose_groups
 from minivllm.errors import ConfigError
 from minivllm.facts import WorkerFacts
-from minivllm.kv_groups import FULL, KVGroups, LayerKind
+from minivllm.kv_groups import FULL, STATE, KVGroups, LayerKind
 from minivllm.runner.memory import Sizes, format_size, size_memory
 from minivllm.simulate.babble import Babble
 from minivllm.simulate.clock import Clock, RealClock
@@ -86,6 +86,7 @@ class SimulatedWorkerBuilder:
         numbers, decisions = numbers_of(config, found, device.dtype)
         self.decisions += decisions
         cost = self.make_cost(device, shape, numbers)
+        config = self.config = self._with_room_for_states(cost)
         self.groups = self._make_groups(shape)
         sizes = self._sizes(cost, device)
         babble = Babble(
@@ -118,6 +119,14 @@ class SimulatedWorkerBuilder:
             )
         return shape
 
+    def _with_room_for_states(self, cost: StepCost) -> EngineConfig:
+        """The configuration, whose blocks hold a layer's recurrent state each."""
+        size = cost.block_size(self.config.kv.block_size)
+        if size == self.config.kv.block_size:
+            return self.config
+        self.decisions.note("kv.block_size", size, "a block holds a layer's recurrent state, which takes as much")
+        return self.config.override({"kv.block_size": size})
+
     def _make_groups(self, shape: Shape) -> KVGroups:
         """As a model's own layers would be grouped."""
         kinds = [
@@ -125,6 +134,7 @@ class SimulatedWorkerBuilder:
             for window, num_layers in shape.windows.items()
             for _ in range(num_layers)
         ]
+        kinds += [STATE] * (shape.states.num_layers if shape.states else 0)
         return choose_groups(self.config, kinds, self.config.spec_decode.method in OWN_LAYERS, self.decisions)
 
     def _device(self) -> Machine:
@@ -144,7 +154,7 @@ class SimulatedWorkerBuilder:
         free = device.memory - cost.weight_bytes
         if free <= 0:
             raise ConfigError(self._too_small(cost, device))
-        per_layer = cost.kv_bytes_per_token * config.kv.block_size / sum(cost.shape.windows.values())
+        per_layer = cost.kv_bytes_per_token * config.kv.block_size / cost.shape.num_attention_layers
         block = Block(int(per_layer * self.groups.num_tensors))
         forwards = cost.forward_bytes(budget_of(config, config.model.max_model_len or limit), self._most_samples())
         place = Memory("cpu" if device.is_cpu else "cuda")
