@@ -80,7 +80,7 @@ def layer_kinds(config: Mapping[str, Any], num_layers: int) -> Sequence[str] | N
         other, every = LINEAR[0], config.get("full_attention_interval") or 4
     else:
         other, every = WINDOW, config.get("sliding_window_pattern") or _GEMMAS.get(config.get("model_type", ""))
-    return every and [FULL[0] if (i + 1) % every == 0 else other for i in range(num_layers)]
+    return [FULL[0] if (i + 1) % every == 0 else other for i in range(num_layers)] if every else None
 
 
 def read_states(config: Mapping[str, Any], num_layers: int, where: str) -> States | None:
