@@ -52,12 +52,14 @@ class States:
         return hidden * (self.num_in + self.num_out)
 
     def flops(self, num_decodes: float, num_prompt_tokens: float) -> float:
-        """Of a layer. A decode scales the matrix of each head, takes what it has for the key, adds to it and answers. A
-        prompt does so chunk by chunk, and within one by products of its tokens with each other: for the delta rule,
-        which takes out what a key had, twice as many."""
+        """Of a layer. A decode scales the matrix of each head, adds to it and answers; by the delta rule it also takes
+        out what the key had. A prompt does so chunk by chunk, and within one by products of its tokens with each other:
+        by the delta rule twice as many."""
         of = self.each
-        inside = CHUNK * (of.k_size + of.v_size) * (2 if of.rule == "gated_delta" else 1)
-        one, chunked = 7 * of.k_size * of.v_size, 4 * of.k_size * of.v_size + 2 * inside
+        matrix, inside = of.k_size * of.v_size, CHUNK * (of.k_size + of.v_size)
+        one, chunked = 5 * matrix, 4 * matrix + 2 * inside
+        if of.rule == "gated_delta":
+            one, chunked = one + 2 * matrix, chunked + 2 * inside
         return of.num_v_heads * (num_decodes * one + num_prompt_tokens * chunked)
 
     def over(self, count: int) -> States:

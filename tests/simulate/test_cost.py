@@ -146,6 +146,8 @@ def test_a_prompt_reads_and_writes_its_states_once():
     cost = Cost(DEVICES["h100"], read_shape(hf_config("qwen3.5-0.8b")), BF16)
     (_, prompt), (_, decodes) = (next(cost._attentions(step)) for step in (Step.of(64), decode(64, 1)))
     assert decodes.bytes - prompt.bytes == 63 * 2 * states.bytes
+    without = dataclasses.replace(states, each=states.each._replace(rule="ssd"))  # takes nothing out
+    assert all(without.flops(*of) < states.flops(*of) for of in ((1, 0), (0, 64)))
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-0.8b", "granite-4.0-h-350m"])

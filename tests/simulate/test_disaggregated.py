@@ -140,6 +140,7 @@ def test_what_can_never_run_is_refused_and_what_fills_the_length_ends_there():
         ({"kv.allocation": "pow2", "preset": "orca-pow2"}, "kv.allocation=paged"),
         ({"prefill": 0}, "--prefill-replicas 0"),
         ({"spec_decode.method": "ngram"}, "guesses are not handed over"),
+        ({"model.path": "dummy:tiny-qwen3.5"}, "a recurrent state takes on the wire"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

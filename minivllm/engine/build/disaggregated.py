@@ -60,6 +60,8 @@ def build_disaggregated(
     receivers = build_engines(decode, counts.decode, host, make_cost, make_receiving)
     base = receivers[0][0].core.scheduler.base
     costs = [engines[0][0].core.executor.worker.cost for engines in (senders, receivers)]
+    if costs[0].shape.states is not None:
+        raise ConfigError("what a recurrent state takes on the wire is not simulated: this model needs --replicas")
     hall = Hall(
         PolicyRouter(LeastLoaded(decode.kv.block_size), len(receivers)),
         wire,
