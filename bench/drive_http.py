@@ -17,7 +17,7 @@ from common import ROOT
 from goodput import errors
 from http_load import Answer, connected, offer, running
 from latency import request_metrics
-from serve import PATHS, requests_of, served
+from openai_requests import PATHS, requests_of, served
 from workloads import Arrival
 
 from minivllm.config import EngineConfig, fields

@@ -32,8 +32,8 @@ from common import ROOT, emit, note, parser, spread
 from goodput import errors, summary
 from http_load import connected, offer, running
 from latency import bootstrap_ratio, shown
+from openai_requests import PATHS, requests_of, served
 from prometheus_client.parser import text_string_to_metric_families
-from serve import PATHS, requests_of, served
 from workloads import Arrival, draw, vocab_of
 
 from minivllm.config import DEFAULT_MODEL, parse_set

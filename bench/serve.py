@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import shlex
 import sys
@@ -37,12 +36,12 @@ import httpx
 import plots
 from common import RESULTS, ROOT, emit, note
 from goodput import best_in_slo, errors, knee, median, parse_slo, summary
-from http_load import Clients, Wanted, connected, offer, running
+from http_load import Clients, connected, offer, running
+from openai_requests import PATHS, requests_of, served
 from workloads import WORKLOADS, Arrival, draw, vocab_of
 
 from minivllm.config import DEFAULT_MODEL
 
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 FEWEST = 8  # requests of a run
 STREAMING = [name for name in WORKLOADS if name != "beam"]
 LATE = 0.1  # of the median TTFT: a client that is later than this measures itself
@@ -64,47 +63,7 @@ def server(args: argparse.Namespace) -> Iterator[str]:
         yield url
 
 
-async def served(http: httpx.AsyncClient) -> dict[str, Any]:
-    """The first model that the server lists."""
-    reply = await http.get("/v1/models")
-    reply.raise_for_status()
-    return reply.json()["data"][0]
-
-
 # ---------------------------------------------------------------------------------------- requests
-
-
-async def texts_of(http: httpx.AsyncClient, arrivals: Sequence[Arrival]) -> list[str]:
-    """The prompts as text: random ids spell no words, and give about as many tokens again."""
-    found = []
-    for arrival in arrivals:
-        reply = await http.post("/detokenize", json={"tokens": arrival.prompt_token_ids})
-        if reply.status_code != 200:
-            raise SystemExit("error: --endpoint chat needs a server with /detokenize (minivllm, vLLM)")
-        found.append(reply.json()["prompt"])
-    return found
-
-
-async def requests_of(
-    http: httpx.AsyncClient, model: str, arrivals: Sequence[Arrival], args: argparse.Namespace
-) -> list[Wanted]:
-    texts = await texts_of(http, arrivals) if args.endpoint == "chat" else [""] * len(arrivals)
-    return [
-        Wanted(arrival.time_s, json.dumps(body_of(model, arrival, text, args)).encode(), arrival.n)
-        for arrival, text in zip(arrivals, texts, strict=True)
-    ]
-
-
-def body_of(model: str, arrival: Arrival, text: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Greedy, or n sampled sequences."""
-    body: dict[str, Any] = {"model": model, "max_tokens": arrival.max_tokens, "stream": True, "n": arrival.n}
-    body |= {"temperature": 1.0, "seed": 0} if arrival.n > 1 else {"temperature": 0.0}
-    body["stream_options"] = {"include_usage": True}
-    if args.endpoint == "chat":
-        body["messages"] = [{"role": "user", "content": text}]
-    else:
-        body["prompt"] = arrival.prompt_token_ids
-    return body if args.plain else body | {"ignore_eos": True, "return_token_ids": True, "priority": arrival.priority}
 
 
 def arrivals_of(args: argparse.Namespace, rate: float, seed: int, num: int) -> list[Arrival]:

@@ -38,6 +38,7 @@ import serve
 from common import ROOT, emit, note, parser, spread
 from goodput import errors, summary
 from http_load import connected, offer
+from openai_requests import PATHS, requests_of
 
 sys.path.insert(0, str(ROOT))  # bench.peers is a package of the project's root
 
@@ -111,8 +112,8 @@ def start(engine: Engine, args: argparse.Namespace) -> Side:
 
 async def run(side: Side, arrivals: Sequence[Any], args: argparse.Namespace) -> tuple[dict[str, float], Counter]:
     async with connected(side.url, None, args.timeout) as clients:
-        requests = await serve.requests_of(clients.turn(), side.model, arrivals, args)
-        answers = await offer(clients, serve.PATHS[args.endpoint], requests)
+        requests = await requests_of(clients.turn(), side.model, arrivals, args)
+        answers = await offer(clients, PATHS[args.endpoint], requests)
     return summary(answers, {}), errors(answers)
 
 
@@ -173,7 +174,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add_argument("--rates", nargs="+", type=float, default=[0.5, 1, 2], help="requests a second")
     options.add_argument("--arrivals", choices=("poisson", "fixed"), default="poisson")
     options.add_argument("--workload", choices=serve.STREAMING, default="alpaca")
-    options.add_argument("--endpoint", choices=serve.PATHS, default="completions")
+    options.add_argument("--endpoint", choices=PATHS, default="completions")
     options.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     options.add_argument("--seconds", type=float, default=30, help="of arrivals, a run")
     options.add_argument("--num-requests", type=int, help="of a run, instead of --seconds")

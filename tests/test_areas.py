@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -65,12 +66,7 @@ def test_of_every_file_it_is_said_who_looks_at_it():
 
 def imported(path: Path) -> set[str]:
     """What a file imports of this repository, as paths from its root."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    found = names_in(ast.walk(ast.parse(path.read_text())))
     paths = [name.replace(".", "/") for name in found]
     there = [ROOT / f"{of}{path}{end}" for path in paths for of in ("", "tests/") for end in (".py", "/__init__.py")]
     return {
@@ -93,3 +89,30 @@ def test_a_change_is_looked_at_by_the_areas_that_name_it():
     assert changed(["tests/fire/test_kill.py"]) == {"fire": "tests/fire/test_kill.py"}
     assert changed(["tests/kv/test_pool.py", ".gitignore"]) == {}
     assert list(changed(["pyproject.toml"])) == [*ALL]
+
+
+def test_no_bench_that_tests_import_has_the_name_of_one_of_their_packages():
+    """Both are found by their bare names, in one process: the first that is imported would be taken for the other."""
+    benches, tests = {file.stem: file for file in (ROOT / "bench").glob("*.py")}, ROOT / "tests"
+    ours = {file: names_in(ast.parse(file.read_text()).body) for file in tests.rglob("*.py")}
+    packages = {name.partition(".")[0] for names in ours.values() for name in names if "." in name}
+    packages = {name for name in packages if (tests / name).is_dir()}
+    assert "serve" in packages  # or nothing is looked at
+
+    coming = {name for file, names in ours.items() if file.parent.name == "bench" for name in names}
+    seen: set[str] = set()
+    while coming := (coming & benches.keys()) - seen:
+        seen |= coming
+        coming = set[str]().union(*(names_in(ast.parse(benches[name].read_text()).body) for name in coming))
+        assert not coming & packages
+
+
+def names_in(nodes: Iterable[ast.AST]) -> set[str]:
+    """Of what is imported: modules, and what may be one."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
