@@ -253,8 +253,7 @@ class OperatorCost(Cost):
         if split.dp > 1:  # attention and what every token goes through are whole on each, experts spread over all
             if whole is None or split.tp > 1 or split.moe_tp > 1 or split.moe_ep != split.dp:
                 raise ConfigError("data-parallel engine cores are modelled on a device each, with its part of experts")
-            own = replace(whole.over(split.moe_ep, spreads=True), shared_size=whole.shared_size)
-            self._part = replace(self._part, experts=own)
+            self._part = shape.rank(split.dp)
         self._products = cache(self._product_line)
 
     # ---------------------------------------------------------------------------------------------------------- steps

@@ -127,7 +127,7 @@ class SlowCopies(Cost):
         super().__init__(device, shape, numbers)
         self._block_size, self._settings = block_size, settings
 
-    def move_seconds(self, num_tokens: int, across: bool) -> float:
+    def move_seconds(self, num_tokens: float, across: bool) -> float:
         seconds = super().move_seconds(num_tokens, across)
         if not across:
             return seconds

@@ -142,11 +142,15 @@ class Cluster:
         begin = replica.clock.now = self._events.now
         deltas = replica.core.step()
         end = replica.clock.now
+        self._take(replica, deltas, begin, end)
+        self._events.at(end, Order.CORE, self._go_on, replica)
+
+    def _take(self, replica: Replica, deltas: list[Delta], begin: float, end: float) -> None:
+        """What a step from begin to end has said."""
         ended = self._tell(replica, deltas, end)
         self.figures.ran(replica.core.stats.kv_usage, end - begin)
         if ended:
             self._events.at(end + self._link, Order.REPORT, self._report, replica.number, ended)
-        self._events.at(end, Order.CORE, self._go_on, replica)
 
     def _tell(self, replica: Replica, deltas: list[Delta], end: float) -> list[str]:
         """-> who has left the replica."""

@@ -74,18 +74,17 @@ class StepCost(Protocol):
     def block_size(self, asked: int) -> int: ...
     def forward_bytes(self, num_tokens: int, num_samples: int) -> int: ...
     def step_seconds(self, step: Step) -> float: ...
-    def move_seconds(self, num_tokens: int, across: bool) -> float: ...
+    def move_seconds(self, num_tokens: float, across: bool) -> float: ...
 
 
 class Held:
-    """What each of `count` devices that share a model holds of it."""
+    """What each of the devices that share a model holds of it: a part."""
 
-    def __init__(
-        self, shape: Shape, numbers: Numbers, count: int = 1, spreads_experts: bool = False, num_contexts: int = 1
-    ):
+    def __init__(self, shape: Shape, numbers: Numbers, part: Shape | None = None):
+        """part: None: one device has the whole."""
         self.shape, self.numbers = shape, numbers
         self._weights = numbers.weights or WeightBytes(numbers.size, numbers.size, numbers.dtype, "")
-        self._part = shape.over(count, spreads_experts, num_contexts)
+        self._part = part or shape
         self.kv_bytes_per_token = self._part.kv_bytes_per_token(numbers.kv_bytes, numbers.kv_scale)
 
     @property
@@ -117,11 +116,15 @@ class Held:
 
 class Cost(Held):
     def __init__(self, device: Device, shape: Shape, numbers: Numbers):
-        super().__init__(shape, numbers, device.count, device.spreads_experts, device.num_contexts)
+        super().__init__(shape, numbers, self._part_of(shape, device))
         self.device = device
         self._fp8 = self._weights.compute == FP8 and FP8 in device.flops
         self._bandwidth = device.reached_by(operations.PRODUCT).memory * device.bandwidth
         self._fixed_seconds = lru_cache(KEPT_SIZES)(self._fixed_seconds)
+
+    @staticmethod
+    def _part_of(shape: Shape, device: Device) -> Shape:
+        return shape.over(device.count, device.spreads_experts, device.num_contexts)
 
     def step_seconds(self, step: Step) -> float:
         attention = sum(count * self.seconds(work) for count, work in self._attentions(step))
@@ -168,7 +171,7 @@ class Cost(Held):
             seconds += link.all_reduce_seconds(count, whole / 2)
         return part.num_attention_layers * seconds
 
-    def move_seconds(self, num_tokens: int, across: bool) -> float:
+    def move_seconds(self, num_tokens: float, across: bool) -> float:
         """Of so many tokens' K and V, copied on the device, or moved between it and the host (across)."""
         size = num_tokens * self.kv_bytes_per_token
         return size / self.device.host_link if across else 2 * size / self._bandwidth
@@ -281,6 +284,47 @@ class Cost(Held):
         if is_decode:
             return operations.absorbed(pairs, cached, new, *sizes, num_contexts=parts)
         return operations.expanded(pairs, float(seen.sum()), new, *sizes)
+
+
+class RankCost(Cost):
+    """Of data-parallel ranks that share a mixture's experts, each on a device with requests of its own (vLLM's data
+    parallelism with expert parallelism). They meet in each of its layers: before it every rank gets the tokens of all,
+    behind it the sum of its own (vLLM's default, allgather_reducescatter)."""
+
+    def __init__(self, device: Device, shape: Shape, numbers: Numbers):
+        super().__init__(device, shape, numbers)
+        self.shared_seconds = lru_cache(KEPT_SIZES)(self.shared_seconds)
+
+    @staticmethod
+    def _part_of(shape: Shape, device: Device) -> Shape:
+        return shape.rank(device.count)
+
+    def step_seconds(self, step: Step) -> float:
+        """All ranks doing alike."""
+        return self.own_seconds(step) + self.shared_seconds(self.device.count * int(step.num_new.sum()))
+
+    def own_seconds(self, step: Step) -> float:
+        """Of all that a rank does alone."""
+        return super().step_seconds(step)
+
+    def shared_seconds(self, num_tokens: int) -> float:
+        """num_tokens: of all ranks."""
+        of, link, count = self._part.experts, self.device.link, self.device.count
+        assert of is not None and link is not None
+        half = num_tokens * self.shape.hidden_size * self.numbers.size / 2  # a gathering is half of an all-reduce
+        exchanging = 2 * link.all_reduce_seconds(count, half)
+        return of.num_layers * (self.seconds(super()._experts(num_tokens, of)) + exchanging)
+
+    def forward_bytes(self, num_tokens: int, num_samples: int) -> int:
+        """With what every rank gets of the others, and gives them back."""
+        others = (self.device.count - 1) * num_tokens * self.shape.hidden_size * self.numbers.size
+        return super().forward_bytes(num_tokens, num_samples) + 2 * others
+
+    def _experts(self, num_tokens: int, of: Experts) -> Work:
+        return Work(operations.EXPERTS, 0, 0, 0)  # shared
+
+    def _joining_seconds(self, num_tokens: int, num_samples: int) -> float:
+        return 0.0
 
 
 def num_pairs(num_new: np.ndarray, start: np.ndarray, window: int | None) -> float:

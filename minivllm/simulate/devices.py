@@ -66,6 +66,7 @@ class Device:
     split: tuple[int, ...] = ()  # layers of each stage; (): as even as can be, the first ones having more
     spreads_experts: bool = False  # a mixture's over `count`, each whole on one (expert parallelism); else all are cut
     num_contexts: int = 1  # that share equal K and V, each with those of some tokens (decode context parallelism)
+    has_ranks: bool = False  # each has requests of its own, and of the model all but its part of the experts (DP + EP)
 
     @property
     def worst_error(self) -> float:
@@ -280,14 +281,15 @@ COUNTS = (1, 2, 4, 8)  # that are proposed
 
 _ASKED = re.compile(
     r"(?:(?P<stages>\d+)x(?=\d+x))?(?:(?P<count>\d+)x)?(?P<name>[^:+]+)(?P<ep>\+ep)?(?:\+dcp(?P<dcp>\d+))?"
-    r"(?::(?P<split>\d+(?:,\d+)*))?"
+    r"(?P<dp>\+dp)?(?::(?P<split>\d+(?:,\d+)*))?"
 )
 
 
 def find_device(asked: str) -> Device:
     """By name; or as "4xh100", several that share each layer; or as "2x4xh100", two stages of such a pipeline, and
     "2x4xh100:41,39" with so many layers each; "8xh100+ep" spreads a mixture's experts, and "8xh100+dcp2" the tokens of
-    K and V that two devices would have alike. Raises ConfigError."""
+    K and V that two devices would have alike; "8xh100+dp" has data-parallel ranks that share the experts alone. Raises
+    ConfigError."""
     parts = _ASKED.fullmatch(asked)
     name = parts["name"] if parts else asked
     if parts is None or name not in DEVICES:
@@ -309,7 +311,11 @@ def find_device(asked: str) -> Device:
     num_contexts = int(parts["dcp"] or 1)
     if num_contexts < 1 or count % num_contexts:
         raise ConfigError(f"executor.device={asked}: {num_contexts} parts of a context cannot lie on {count} devices")
-    ways = {"spreads_experts": bool(parts["ep"]), "num_contexts": num_contexts}
+    if parts["dp"] and count == 1:
+        raise ConfigError(f"executor.device={asked}: +dp makes a rank of each of several devices, and here is one")
+    if parts["dp"] and (num_stages > 1 or parts["ep"] or parts["dcp"]):
+        raise ConfigError(f"executor.device={asked}: +dp spreads experts, and goes with no +ep, +dcp or stages")
+    ways = {"spreads_experts": bool(parts["ep"]), "num_contexts": num_contexts, "has_ranks": bool(parts["dp"])}
     return replace(several(DEVICES[name], count, num_stages, split), **ways)
 
 

@@ -8,6 +8,7 @@ needs the other one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,11 +24,19 @@ SAID = [FIRST_TOKEN]  # in every step, by everybody; nobody changes it
 
 
 class LightWorker:
-    def __init__(self, like: SimulatedWorker, stopwatch: VirtualClock, facts: WorkerFacts | None = None):
-        """like: whose cost and, unless they are given, facts it shares; one for all replicas."""
+    def __init__(
+        self,
+        like: SimulatedWorker,
+        stopwatch: VirtualClock,
+        facts: WorkerFacts | None = None,
+        step_seconds: Callable[[Step], float] | None = None,
+    ):
+        """like: whose cost and, unless they are given, facts it shares; one for all replicas. step_seconds: in the
+        place of its cost's, where a step is more than what this worker does."""
         self._like = like
         self.cost = like.cost
-        self._block_size = like.block_size
+        self._block_tokens = like.block_tokens
+        self._step_seconds = step_seconds or like.cost.step_seconds
         self._stopwatch = stopwatch
         self._facts = facts or like.facts()
         self._prompts: dict[str, int] = {}  # of requests that have tokens to compute before they say one: how many
@@ -40,7 +49,7 @@ class LightWorker:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self._leave_and_join(plan)
-        seconds, out = moving_seconds(self.cost, plan, self._block_size), StepOutput()
+        seconds, out = moving_seconds(self.cost, plan, self._block_tokens), StepOutput()
         if num_tokens := plan.num_tokens:
             out.tokens = dict.fromkeys(num_tokens, SAID)
             if self._prompts:
@@ -48,7 +57,7 @@ class LightWorker:
             count = len(num_tokens)
             num_new = np.fromiter(num_tokens.values(), np.int64, count)
             start = np.fromiter(plan.start.values(), np.int64, count)
-            seconds += self.cost.step_seconds(Step(num_new, start, len(out.tokens)))
+            seconds += self._step_seconds(Step(num_new, start, len(out.tokens)))
         self._stopwatch.now += seconds
         return out
 

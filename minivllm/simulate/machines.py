@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from minivllm.errors import ConfigError
-from minivllm.simulate.cost import Cost, Numbers, StepCost
+from minivllm.simulate.cost import Cost, Numbers, RankCost, StepCost
 from minivllm.simulate.devices import Device, find_device
 from minivllm.simulate.profile import SUFFIX, Profile, ProfileCost, read_profile
 from minivllm.simulate.shape import Shape
@@ -30,4 +30,6 @@ def is_profile(asked: str) -> bool:
 
 def cost_on(machine: Machine, shape: Shape, numbers: Numbers) -> StepCost:
     """Raises ConfigError for what this machine says nothing of."""
-    return ProfileCost(machine, shape, numbers) if isinstance(machine, Profile) else Cost(machine, shape, numbers)
+    if isinstance(machine, Profile):
+        return ProfileCost(machine, shape, numbers)
+    return (RankCost if machine.has_ranks else Cost)(machine, shape, numbers)

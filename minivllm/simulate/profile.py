@@ -117,7 +117,7 @@ class ProfileCost(Held):
     def step_seconds(self, step: Step) -> float:
         return self._terms(step)
 
-    def move_seconds(self, num_tokens: int, across: bool) -> float:
+    def move_seconds(self, num_tokens: float, across: bool) -> float:
         return (self._move + num_tokens * (self._moved if across else self._copied)) if num_tokens else 0.0
 
 

@@ -52,6 +52,7 @@ class RunWorker(LightWorker):
         super().__init__(like, stopwatch)
         self._ahead, facts = ahead, self.facts()
         self._most_tokens = facts.max_num_batched_tokens
+        self._block_size = facts.block_size
         self._num_groups = len(facts.groups.groups)  # each takes blocks of its own
         self._left: dict[str, int] = {}  # tokens that a request will say yet
 

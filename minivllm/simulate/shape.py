@@ -177,6 +177,14 @@ class Shape:
             states=self.states and self.states.over(count),
         )
 
+    def rank(self, count: int) -> Shape:
+        """What each of so many data-parallel ranks holds: all of the model, but of its experts a part, each whole."""
+        if (of := self.experts) is None:
+            raise ConfigError("executor.device: +dp spreads experts, and the model has none: replicas serve it as well")
+        if of.number % count:
+            raise ConfigError(f"executor.device: {count} devices cannot have equal parts of {of.number} experts")
+        return replace(self, experts=replace(of.over(count, spreads=True), shared_size=of.shared_size))
+
     def _check_contexts(self, count: int, num_contexts: int) -> None:
         alike = count if self.latent is not None else max(1, count // self.num_kv_heads)  # devices of one head
         if alike % num_contexts:

@@ -303,7 +303,7 @@ class TableCost:
     def forward_bytes(self, num_tokens: int, num_samples: int) -> int:
         return self._formulas.forward_bytes(num_tokens, num_samples)
 
-    def move_seconds(self, num_tokens: int, across: bool) -> float:
+    def move_seconds(self, num_tokens: float, across: bool) -> float:
         return self._formulas.move_seconds(num_tokens, across)
 
     def step_seconds(self, step: Step) -> float:

@@ -40,7 +40,7 @@ class SimulatedWorker:
         self,
         inputs: InputBuilder,
         max_rows: int,
-        block_size: int,
+        block_tokens: float,
         tokens: Tokens,
         answers: Answers,
         guesses: Guesses | None,
@@ -48,9 +48,11 @@ class SimulatedWorker:
         clock: Clock,
         facts: WorkerFacts,
     ):
+        """block_tokens: how many tokens' K and V of all layers a block is as large as. Of groups of layers each block
+        has fewer layers and more tokens."""
         self.inputs = inputs
         self.rows = Rows(max_rows)
-        self.block_size = block_size
+        self.block_tokens = block_tokens
         self.tokens = tokens
         self.answers = answers
         self.guesses = guesses
@@ -68,7 +70,7 @@ class SimulatedWorker:
         prefill = Step(np.array([MEASURED_TOKENS]), np.array([0]), 1)
         return {
             "seconds_per_token": self.cost.step_seconds(prefill) / MEASURED_TOKENS,
-            "seconds_per_block": self.cost.move_seconds(self.block_size, across=True),
+            "seconds_per_block": self.cost.move_seconds(self.block_tokens, across=True),
         }
 
     def tell_forwards(self, tell: Callable[[], None]) -> None:
@@ -79,7 +81,7 @@ class SimulatedWorker:
         """Returns when the device would have."""
         begin = self.clock()
         leave_and_join(plan, self.rows, self._states, self.inputs)
-        seconds, out = moving_seconds(self.cost, plan, self.block_size), StepOutput()
+        seconds, out = moving_seconds(self.cost, plan, self.block_tokens), StepOutput()
         if plan.num_tokens:
             batch = self.inputs.build(plan, BatchKey(plan.total_tokens))
             seconds += self.cost.step_seconds(_step_of(batch))
@@ -105,10 +107,10 @@ class SimulatedWorker:
         return out
 
 
-def moving_seconds(cost: StepCost, plan: StepPlan, block_size: int) -> float:
+def moving_seconds(cost: StepCost, plan: StepPlan, block_tokens: float) -> float:
     """Of the blocks that a plan swaps and copies before its tokens are computed."""
-    across = (len(plan.swap_out) + len(plan.swap_in)) * block_size
-    within = len(plan.copies) * block_size
+    across = (len(plan.swap_out) + len(plan.swap_in)) * block_tokens
+    within = len(plan.copies) * block_tokens
     if not across and not within:
         return 0.0
     return cost.move_seconds(across, across=True) + cost.move_seconds(within, across=False)

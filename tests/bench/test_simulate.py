@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import forked
@@ -20,9 +21,23 @@ import vllm_run  # noqa: E402
 
 sys.path.remove(str(BENCH))
 
+from minivllm.config import EngineConfig  # noqa: E402
+from minivllm.engine.build.cluster import build_cluster  # noqa: E402
+from minivllm.engine.build.engine import build_over  # noqa: E402
+from minivllm.engine.build.simulated import SimulatedWorkerBuilder  # noqa: E402
 from minivllm.errors import UserError  # noqa: E402
+from minivllm.simulate.clock import VirtualClock  # noqa: E402
+from minivllm.simulate.cost import Numbers, RankCost, Step  # noqa: E402
+from minivllm.simulate.devices import find_device  # noqa: E402
+from minivllm.simulate.host import NO_HOST  # noqa: E402
+from minivllm.simulate.models import MODELS  # noqa: E402
+from minivllm.simulate.prompts import Prompts  # noqa: E402
+from minivllm.simulate.shape import read_shape  # noqa: E402
+from minivllm.simulate.timeline import TimelineExecutor  # noqa: E402
+from minivllm.simulate.workload import TraceRequest  # noqa: E402
 
 LAYERS = 4  # of dummy:tiny
+RANKS = {"model.path": "qwen3-30b-a3b", "executor.device": "4xh100+dp", "engine.router": "round_robin"}
 STEP = {"embedding": 1e6, "qkv_proj": 0, "o_proj": 0, "down_proj": 0}  # one second, whatever is in it
 HOST = 1.7e9  # what time it was, by another clock than the engine's
 # When it arrives, is queued, has its first and its last token; lengths. A step is one second, two are in flight: who
@@ -104,6 +119,46 @@ def test_a_step_of_all_begins_when_the_last_has_submitted_it_and_the_one_before_
     group.submit(0, 7.5, "more")
     group.submit(1, 7.2, None)
     assert [group.end(0), group.end(1)] == [8.0, 10.0]
+
+
+def test_ranks_of_the_cluster_go_as_those_of_recorded_runs_do():
+    """Two accounts of the same rule, this one with each rank asked in turn: the last step of all ends when it does
+    there."""
+    config = EngineConfig.build("v1", {"executor.kind": "simulated", "engine.overlap": 2, **RANKS})
+    lengths = [(20, 30), (300, 12), (900, 40), (33, 7), (5, 1)]
+    coming = [TraceRequest(0.0, *each) for each in lengths]
+    cluster = build_cluster(config)
+    cluster.run(coming)
+    expected = max(replica.clock.now for replica in cluster.replicas)
+
+    device = find_device(RANKS["executor.device"])
+    cost, taken = RankCost(device, read_shape(MODELS[RANKS["model.path"]]), Numbers("bfloat16", 2, 2)), []
+
+    def seconds(steps):
+        alone = max(cost.own_seconds(step or replace(Step.of(1), num_samples=0)) for step in steps)
+        return alone + cost.shared_seconds(sum(int(step.num_new.sum()) if step else 1 for step in steps))
+
+    class Taken(RankCost):
+        taken: Step | None = None
+
+        def step_seconds(self, step: Step) -> float:
+            self.taken = step
+            return 0.0
+
+    def make_cost(*of):
+        taken.append(Taken(*of))
+        return taken[-1]
+
+    group, ranks = lockstep.Lockstep(device.count, seconds), []
+    for number in range(device.count):
+        host, stopwatch = VirtualClock(), VirtualClock()
+        worker = SimulatedWorkerBuilder(config, clock=stopwatch, make_cost=make_cost, is_rank=True).build()
+        inner = TimelineExecutor(worker, stopwatch, host, NO_HOST)
+        queue = lockstep.RankQueue(inner, host, group, number, taken[-1])
+        ranks.append(lockstep.Rank(build_over(queue, config, clock=host).core, queue))
+    prompts = Prompts(1000)
+    lockstep.drive(ranks, [(0.0, prompts.request(i, asked)) for i, asked in enumerate(coming)])
+    assert max(rank.queue.host() for rank in ranks) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_worst_figure_comes_first(tmp_path, tables):

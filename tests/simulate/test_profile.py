@@ -91,7 +91,7 @@ class Known(Held):
     def step_seconds(self, step: Step) -> float:
         return seconds_of(Point(tuple(step.start.tolist()), tuple(step.num_new.tolist())))
 
-    def move_seconds(self, num_tokens: int, across: bool) -> float:
+    def move_seconds(self, num_tokens: float, across: bool) -> float:
         return (20e-6 + num_tokens * (3e-6 if across else 1e-6)) if num_tokens else 0.0
 
 

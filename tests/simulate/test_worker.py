@@ -21,6 +21,7 @@ from minivllm.plan import StepPlan
 from minivllm.request import EngineRequest
 from minivllm.serve.generation import raise_if_failed
 from minivllm.simulate.clock import RealClock, VirtualClock
+from minivllm.simulate.devices import find_device
 
 # A fast device and a tiny model: steps are as short as they get.
 TINY = {"model.path": "dummy:tiny", "executor.kind": "simulated", "executor.device": "b200", "debug.check": True}
@@ -139,6 +140,16 @@ def test_a_step_that_moves_blocks_takes_longer(monkeypatch):
     cost = worker.measure_costs()
     assert math.isclose(worker.clock() - before, 100 * cost["seconds_per_block"])
     assert cost["seconds_per_token"] < cost["seconds_per_block"] * 10
+
+
+def test_a_block_of_a_group_of_layers_has_no_more_than_theirs(monkeypatch):
+    """Gemma 3's 62 layers, 10 of which see all, are groups of 10: so a block has 10 layers' K and V."""
+    model = {"model.path": "gemma-3-27b", "kv.preemption": "swap", "kv.prefix": "none"}
+    engine = engine_of(monkeypatch, VirtualClock(), **model)
+    worker, num_layers = engine.executor.worker, 10
+    device, shape = find_device("h100"), worker.cost.shape
+    size = worker.cost.kv_bytes_per_token / shape.num_attention_layers * num_layers * engine.info["block_size"]
+    assert math.isclose(worker.measure_costs()["seconds_per_block"], size / device.host_link)
 
 
 # ---------------------------------------------------------------------------------------------------------- refused

@@ -23,13 +23,14 @@ from minivllm.kv.store import BlockStore, StoredKV
 from minivllm.request import EngineRequest
 from minivllm.simulate.clock import VirtualClock
 from minivllm.simulate.cluster import Cluster
-from minivllm.simulate.cost import Numbers, StepCost
+from minivllm.simulate.cost import Numbers, RankCost, Step, StepCost
 from minivllm.simulate.devices import DEFAULT_DEVICE, Device, Link
 from minivllm.simulate.host import NO_HOST, HostCost
 from minivllm.simulate.light_worker import LightWorker
 from minivllm.simulate.machines import cost_on, find_machine
 from minivllm.simulate.pipeline import Pipeline, PipelineExecutor, Stage
 from minivllm.simulate.prompts import Prompts
+from minivllm.simulate.ranks import RankedCluster, RankExecutor, RankGroup
 from minivllm.simulate.shape import Shape
 from minivllm.simulate.timeline import TimedWorker, TimelineExecutor
 from minivllm.simulate.worker import SimulatedWorker
@@ -79,14 +80,20 @@ def build_cluster(
     engines = build_engines(config, num_replicas, host, make_cost, make_kv)
     prompts = Prompts(engines[0][0].info["vocab_size"])
     router = PolicyRouter(build_routing(config), len(engines))
-    return Cluster([(engine.core, clock) for engine, clock in engines], router, prompts, link_seconds)
+    replicas = [(engine.core, clock) for engine, clock in engines]
+    executors = [core.executor for core, _ in replicas]
+    groups = [executor.group for executor in executors if isinstance(executor, RankExecutor)]
+    if groups:
+        return RankedCluster([*dict.fromkeys(groups)], replicas, router, prompts, link_seconds)
+    return Cluster(replicas, router, prompts, link_seconds)
 
 
 def storing(config: EngineConfig, host_kv: HostKV, num_replicas: int, kind: type[StoredKV]) -> Callable[..., KVManager]:
     """In the place of build_kv: managers with a store each, or with one of all. Raises ConfigError."""
     device = find_machine(config.executor.device or DEFAULT_DEVICE)
-    if isinstance(device, Device) and device.num_stages > 1:
-        raise ConfigError(f"executor.device={config.executor.device}: no K and V in host memory in a pipeline")
+    if isinstance(device, Device) and (device.num_stages > 1 or device.has_ranks):
+        what = "data-parallel ranks" if device.has_ranks else "a pipeline"
+        raise ConfigError(f"executor.device={config.executor.device}: no K and V in host memory in {what}")
     num_blocks = host_kv.num_tokens // config.kv.block_size
     if num_blocks < 1:
         raise ConfigError(f"{host_kv.num_tokens} tokens in host memory are no block of {config.kv.block_size}")
@@ -118,10 +125,13 @@ def build_engines(
     make_cost: MakeCost,
     make_kv: Callable[..., KVManager] = build_kv,
 ) -> list[tuple[Engine, VirtualClock]]:
-    """Each with the clock that it reads; of a replica that is a pipeline, a core for each stage."""
+    """Each with the clock that it reads; of a replica that is a pipeline, a core for each stage; of one that is
+    data-parallel ranks, theirs."""
     device = find_machine(config.executor.device or DEFAULT_DEVICE)
     if isinstance(device, Device) and device.num_stages > 1:
         make_executors = _pipelines(config, device, host, make_cost)
+    elif isinstance(device, Device) and device.has_ranks:
+        make_executors = _ranks(config, device, host, make_cost)
     else:
         make_executors = _devices(config, host, make_cost)
     clocked = [pair for _ in range(num_replicas) for pair in make_executors()]
@@ -168,13 +178,38 @@ def _pipelines(config: EngineConfig, device: Device, host: HostCost, make_cost: 
     return make
 
 
+def _ranks(config: EngineConfig, device: Device, host: HostCost, make_cost: MakeCost) -> Executors:
+    """A core for each device."""
+    what = "among data-parallel ranks"
+    _check_plain(config, what)
+    like = SimulatedWorkerBuilder(config, clock=VirtualClock(), make_cost=make_cost, is_rank=True).build()
+    cost = like.cost
+    if not isinstance(cost, RankCost):
+        raise ConfigError(f"executor.device={config.executor.device}: {type(cost).__name__} has no figures {what}")
+    idle = cost.own_seconds(replace(Step.of(1), num_samples=0))
+
+    def make() -> list[tuple[Executor, VirtualClock]]:
+        group, found = RankGroup(device.count, cost.shared_seconds, idle), []
+        for _ in range(device.count):
+            clock, stopwatch = VirtualClock(), VirtualClock()
+            worker = LightWorker(like, stopwatch, step_seconds=cost.own_seconds)
+            found.append((RankExecutor(worker, stopwatch, clock, host, group), clock))
+        return found
+
+    return make
+
+
 def _check_pipeline(config: EngineConfig) -> None:
     if config.engine.overlap > 1:
         raise ConfigError("engine.overlap=2 in a pipeline: as many steps as stages are in flight already")
+    _check_plain(config, "in a pipeline")
+
+
+def _check_plain(config: EngineConfig, what: str) -> None:
     if config.spec_decode.method != "none":
-        raise ConfigError(f"spec_decode.method={config.spec_decode.method} in a pipeline is not simulated")
+        raise ConfigError(f"spec_decode.method={config.spec_decode.method} {what} is not simulated")
     if config.debug.trace is not None:
-        raise ConfigError("debug.trace records one core, and a pipeline has one for each stage")
+        raise ConfigError(f"debug.trace records one core, and there are several {what}")
 
 
 def _send_seconds(link: Link, bytes_per_token: int, num_tokens: int) -> float:

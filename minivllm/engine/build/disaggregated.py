@@ -23,9 +23,10 @@ from minivllm.kv.base import KVManager
 from minivllm.kv.handover import ReceivingKV, SendingKV
 from minivllm.kv.store import StoredSendingKV
 from minivllm.request import Request
+from minivllm.simulate.devices import DEFAULT_DEVICE, Device
 from minivllm.simulate.disaggregated import Disaggregated, Hall, Sides
 from minivllm.simulate.host import NO_HOST, HostCost
-from minivllm.simulate.machines import cost_on
+from minivllm.simulate.machines import cost_on, find_machine
 from minivllm.simulate.prompts import Prompts
 from minivllm.simulate.wire import DEFAULT_WIRE, WIRES, Wire
 
@@ -86,6 +87,9 @@ def _sending(config: EngineConfig, host_kv: HostKV | None, count: int) -> Callab
 def _check(prefill: EngineConfig, decode: EngineConfig, counts: Counts) -> None:
     for config, count, option in ((prefill, counts.prefill, "prefill"), (decode, counts.decode, "decode")):
         check_simulated(config, count, f"--{option}-replicas")
+        machine = find_machine(config.executor.device or DEFAULT_DEVICE)
+        if isinstance(machine, Device) and machine.has_ranks:
+            raise ConfigError(f"executor.device={config.executor.device}: ranks (+dp) do all of a request")
         if config.debug.trace is not None:
             raise ConfigError("debug.trace records one replica, and here are at least two")
         if config.spec_decode.method != "none":

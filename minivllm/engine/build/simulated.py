@@ -67,8 +67,9 @@ class SimulatedWorkerBuilder:
         tokens: Tokens | None = None,
         make_cost: Callable[[Any, Shape, Numbers], StepCost] = cost_on,
         stage: int | None = None,
+        is_rank: bool = False,
     ):
-        """stage: of a pipeline, whose layers and memory it has."""
+        """stage: of a pipeline, whose layers and memory it has. is_rank: one of those that share experts."""
         if config.model.device != "auto":
             raise ConfigError(f"model.device={config.model.device}: a simulated model is on executor.device")
         self.config = config
@@ -77,6 +78,7 @@ class SimulatedWorkerBuilder:
         self.tokens = tokens
         self.make_cost = make_cost
         self.stage = stage
+        self.is_rank = is_rank
 
     def build(self) -> SimulatedWorker:
         begin, config = time.perf_counter(), self.config
@@ -95,7 +97,7 @@ class SimulatedWorkerBuilder:
         worker = SimulatedWorker(
             inputs=features.INPUT_BUILDERS.get(config.runner.inputs)(self._input_sizes(sizes)),
             max_rows=config.scheduler.max_num_seqs,
-            block_size=config.kv.block_size,
+            block_tokens=config.kv.block_size * self.groups.num_tensors / shape.num_attention_layers,
             tokens=self.tokens or babble,
             answers=Answers(babble),
             guesses=self._guesses(babble, cost),
@@ -112,10 +114,10 @@ class SimulatedWorkerBuilder:
             return shape
         if self.stage is not None:
             return shape.stages(device.num_stages, device.split)[self.stage]
-        if device.num_stages > 1:
+        if device.num_stages > 1 or (device.has_ranks and not self.is_rank):
+            what = "pipelines" if device.num_stages > 1 else "data-parallel ranks"
             raise ConfigError(
-                f"executor.device={self.config.executor.device}: pipelines have a virtual clock alone: "
-                "`minivllm simulate`"
+                f"executor.device={self.config.executor.device}: {what} have a virtual clock alone: `minivllm simulate`"
             )
         return shape
 
@@ -143,7 +145,8 @@ class SimulatedWorkerBuilder:
         reason = device.reason
         if isinstance(device, Device) and device.count > 1:
             assert device.link is not None
-            reason += f"; each has its part of every layer; {device.link.source}"
+            own = "requests of its own and its part of the experts" if device.has_ranks else "its part of every layer"
+            reason += f"; each has {own}; {device.link.source}"
         self.decisions.note("executor.device", asked, reason)
         return device
 
