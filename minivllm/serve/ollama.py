@@ -8,6 +8,7 @@ there.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -59,7 +60,8 @@ async def api_chat(request: Request) -> ASGIApp:
     body, service = await taken(request, OllamaChatRequest), request.app.state.service
     name = known_name(body.model, service)
     if not body.messages:
-        return loaded(OllamaChatAnswer(model=body.model or service.model, message=OllamaAnswerMessage()))
+        empty = OllamaChatAnswer(model=body.model or service.model, message=OllamaAnswerMessage())
+        return loaded(empty, body.keep_alive)
     job, shape = await worked_out(request, lambda: prepare_chat(body, name, service))
     attach(job, request)
     if body.stream is False:
@@ -71,7 +73,7 @@ async def api_generate(request: Request) -> ASGIApp:
     body, service = await taken(request, OllamaGenerateRequest), request.app.state.service
     name = known_name(body.model, service)
     if not body.prompt:
-        return loaded(OllamaGenerateAnswer(model=body.model or service.model, response=""))
+        return loaded(OllamaGenerateAnswer(model=body.model or service.model, response=""), body.keep_alive)
     job, answer = await worked_out(request, lambda: prepare_completion(body, name, service))
     attach(job, request)
     if body.stream is False:
@@ -100,9 +102,16 @@ def prepare_completion(body: OllamaGenerateRequest, name: str | None, service: S
     return job, thought.answer(PlainAnswer())
 
 
-def loaded(answer: OllamaAnswer) -> Response:
-    answer.done, answer.done_reason = True, "load"
+def loaded(answer: OllamaAnswer, keep_alive: Any) -> Response:
+    """To a request without a prompt. One that keeps the model for no time at all unloads it, by Ollama's API; here it
+    stays, which the ignored field's header says."""
+    answer.done, answer.done_reason = True, "unload" if _is_no_time(keep_alive) else "load"
     return reply(answer)
+
+
+def _is_no_time(keep_alive: Any) -> bool:
+    """0, "0", "0s", "0m0s"."""
+    return re.fullmatch(r"[+-]?(0+(\.0*)?(ns|us|µs|ms|s|m|h)?)+", str(keep_alive)) is not None
 
 
 def known_name(name: str | None, service: Service) -> str | None:

@@ -109,6 +109,15 @@ def test_without_a_prompt_the_model_is_only_loaded(fake, client, path, text):
     assert reply.headers["x-minivllm-ignored"] == "keep_alive"
 
 
+@pytest.mark.parametrize("keep_alive", [0, "0", "0s", "0m0s", 0.0])
+@pytest.mark.parametrize(("path", "text"), [("chat", {"messages": []}), ("generate", {"prompt": ""}), ("generate", {})])
+def test_no_time_to_keep_the_model_is_answered_as_an_unload(client, path, text, keep_alive):
+    reply = client.post(path, model="fake", keep_alive=keep_alive, **text)
+    assert reply.json()["done"] and reply.json()["done_reason"] == "unload"
+    for longer in (-1, "5m", "0h5m", None):
+        assert client.post(path, model="fake", keep_alive=longer, **text).json()["done_reason"] == "load"
+
+
 def test_a_real_engine_gives_times_reasons_and_log_probabilities(tiny):
     asked = {"messages": HELLO, "options": {"num_predict": 6, "temperature": 0}}
     *pieces, last = tiny.lines("chat", logprobs=True, top_logprobs=2, **asked)
