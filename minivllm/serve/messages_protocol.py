@@ -93,7 +93,7 @@ class MessageTurn(RequestBody):
 
 
 class CustomTool(RequestBody):
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
     input_schema: Annotated[dict[str, Any], doc("The JSON schema of the input, an object's.")]
     description: str | None = None
     type: Annotated[Literal["custom"] | None, doc("Anthropic's own tools run on its servers.")] = None

@@ -44,6 +44,18 @@ def test_an_answer_is_a_message(fake, ask):
     assert (reply.usage.input_tokens, reply.usage.output_tokens) == (len("<s>Be brief<u>Hi<a>"), 3)
 
 
+@pytest.mark.parametrize("length", [1, 65, 128])
+def test_a_tools_name_may_be_as_long_as_anthropic_admits(fake, length):
+    tool = {**WEATHER, "name": "m" * length}
+    use = {"role": "assistant", "content": [{**USE, "name": tool["name"]}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": USE["id"], "content": "rain"}]}
+    choices = ({"type": "auto"}, {"type": "tool", "name": tool["name"]})
+    for choice in choices:
+        reply = raw(fake, tools=[tool], tool_choice=choice, messages=[*HELLO, use, result])
+        assert reply.status_code == 200, reply.text
+    assert raw(fake, tools=[{**WEATHER, "name": "m" * 129}]).status_code == 400
+
+
 def test_parameters_reach_the_engine(fake):
     fields = {"stop_sequences": ["x"], "temperature": 0.5, "top_p": 0.9, "top_k": 7, "metadata": {"user_id": "u"}}
     assert raw(fake, **fields).status_code == 200
