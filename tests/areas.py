@@ -26,6 +26,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "fire": ("tests/fire/",),
     "clients": ("tests/clients/",),
+    "templates": ("tests/templates/",),
     "compile": ("tests/compile/", "tests/models/test_moe.py::test_compiled_pieces"),
     "timing": (),  # what is marked `alone`, wherever it is
 }
@@ -99,6 +100,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "fire": (*_ENGINE, *_SERVER),
     "clients": (*_ENGINE, *_SERVER, "bench/peers/", "docs/clients.md", "tests/lora/adapters.py"),
+    "templates": ("minivllm/engine/", "minivllm/errors.py", "tests/tiny_tokenizers.py"),
     "compile": (
         *(*_ENGINE, "tests/conformance/", "tests/lora/adapters.py", "tests/naive_attention.py", "tests/toy_model.py"),
     ),

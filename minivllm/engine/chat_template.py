@@ -11,17 +11,22 @@ side is a constant: then it is as short as the template.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minivllm.errors import BadRequest, ModelError
 
+OF_JINJA = (
+    "_loop_vars",
+    "_block_vars",
+)  # what Jinja's compiler adds to the arguments of a call
 
-def render(template: str, **values: Any) -> str:
+
+def render(template: str, values: Mapping[str, Any], /) -> str:
     """Raises BadRequest for messages that the template refuses, ModelError for a template that is none."""
     compiled = _compile(template)
     try:
-        return compiled.render(**values, **_a_budget())
+        return compiled.render({**values, **_a_budget()})
     except Exception as e:  # a template is the model's code; whatever it raises is about these messages
         raise BadRequest(f"the chat template refuses these messages: {e}", "messages") from None
 
@@ -44,6 +49,19 @@ def knows_tools(template: str) -> bool:
         return any(name.name == "tools" for name in parse(template).find_all(nodes.Name))
     except (TemplateSyntaxError, RecursionError):  # _compile says so, once it is rendered
         return True
+
+
+@functools.lru_cache(maxsize=16)
+def mentions(template: str) -> frozenset[str]:
+    """All attributes, keys and other texts that stand in its program: fields of messages and roles among them."""
+    from jinja2 import TemplateSyntaxError, nodes
+
+    try:
+        tree = parse(template)
+    except (TemplateSyntaxError, RecursionError):
+        return frozenset()
+    texts = {constant.value for constant in tree.find_all(nodes.Const) if isinstance(constant.value, str)}
+    return frozenset(texts | {field.attr for field in tree.find_all(nodes.Getattr)})
 
 
 @functools.lru_cache(maxsize=16)
@@ -125,7 +143,7 @@ def _pay_for_comparisons(compared: Any, through: Any, is_constant: Any) -> None:
 @functools.cache
 def _environment() -> Any:
     """With the names and settings that transformers gives to templates."""
-    from jinja2 import pass_context
+    from jinja2 import nodes, pass_context
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension
     from jinja2.runtime import LoopContext
@@ -163,21 +181,23 @@ def _environment() -> Any:
 
         def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             budget = context[BUDGET]
+            of_jinja = {name: kwargs.pop(name) for name in OF_JINJA if name in kwargs}
             instead = tools.pay_for_call(budget, function, args, kwargs)
             if instead is not None:
                 return tools.measured(budget, instead())
             if isinstance(function, LoopContext):  # of a loop that is recursive
                 args = (budget.counted(args[0]), *args[1:])
-            return tools.measured(budget, super().call(context, function, *args, **kwargs))
+            return tools.measured(budget, super().call(context, function, *args, **kwargs, **of_jinja))
 
     class Generation(Extension):
-        """{% generation %} marks what an assistant wrote, for training; here its body is just rendered."""
+        """{% generation %} marks what an assistant wrote, for training; here its body is just rendered,
+        in a scope of its own."""
 
         tags = {"generation"}
 
         def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     @pass_context
     def printed(context: Any, value: Any) -> Any:

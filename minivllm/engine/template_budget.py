@@ -77,7 +77,9 @@ class Budget:
             return [dict(value)]
         if isinstance(value, str):
             return [str(value)]
-        if isinstance(value, list | tuple):
+        if isinstance(value, list):
+            return [list.copy(value)]
+        if isinstance(value, tuple):
             return [list(value)]
         if isinstance(value, MappingView | range):
             self.spend(each * len(value))

@@ -7,11 +7,13 @@ program, and for the memory that its texts take; and nothing that it does holds 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from minivllm.engine.conversation import Chat, Tools, rendered
+from minivllm.engine.template_shapes import ContentFormat
 from minivllm.errors import BadRequest, ModelError
 from minivllm.sandbox import Limits, Sandbox, TooMuch
 
@@ -23,6 +25,7 @@ class Task(msgspec.Struct, array_like=True):
     chat: list[dict[str, Any]]
     tools: list[Any] | None
     values: dict[str, Any]
+    content_format: ContentFormat
 
 
 class Told(msgspec.Struct, array_like=True):
@@ -34,10 +37,10 @@ class Told(msgspec.Struct, array_like=True):
 
 
 def render(
-    template: str, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, /, **values: Any
+    template: str, chat: Chat, tools: Tools, values: Mapping[str, Any], content_format: ContentFormat = "auto", /
 ) -> str:
-    """As tokenizer.rendered. Blocks: to be called in a thread. Raises BadRequest and ModelError."""
-    task = Task(template, list(map(dict, chat)), list(tools) if tools else None, values)
+    """As conversation.rendered. Blocks: to be called in a thread. Raises BadRequest and ModelError."""
+    task = Task(template, list(map(dict, chat)), list(tools) if tools else None, dict(values), content_format)
     try:
         told = msgspec.msgpack.decode(_sandbox().run(msgspec.msgpack.encode(task)), type=Told)
     except TooMuch as error:
@@ -56,14 +59,12 @@ def _sandbox() -> Sandbox:
 
 
 def prepare(_: bytes) -> Callable[[bytes], bytes]:
-    from minivllm.engine.tokenizer import rendered
-
-    rendered("{{ messages[0].content }}", [{"role": "user", "content": ""}], None)  # imports all that is needed
+    rendered("{{ messages[0].content }}", [{"role": "user", "content": ""}], None, {})  # imports all that is needed
 
     def work(data: bytes) -> bytes:
         task = msgspec.msgpack.decode(data, type=Task)
         try:
-            told = Told(rendered(task.template, task.chat, task.tools, **task.values))
+            told = Told(rendered(task.template, task.chat, task.tools, task.values, task.content_format))
         except (BadRequest, ModelError) as error:
             told = Told(wrong=str(error), is_none=isinstance(error, ModelError))
         return msgspec.msgpack.encode(told)

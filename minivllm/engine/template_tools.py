@@ -26,7 +26,9 @@ from jinja2.runtime import BlockReference, LoopContext, Macro
 from jinja2.sandbox import safe_range
 from jinja2.tests import TESTS
 from jinja2.utils import Cycler, Joiner, Namespace
+from markupsafe import escape
 
+from minivllm.engine import template_shapes as shapes
 from minivllm.engine.template_budget import ITEM, Budget
 
 MAX_CHARS = 16 * 2**20  # of a text, as many as a body has bytes
@@ -63,7 +65,7 @@ TEXT_METHODS = PADS | frozenset((
     *("rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper"),
 ))  # fmt: skip
 METHODS = {dict: frozenset(("copy", "get", "items", "keys", "values")), list: frozenset(("count", "index", "copy"))}
-METHODS |= {tuple: METHODS[list]}
+METHODS |= {tuple: METHODS[list], shapes.Parts: METHODS[list], shapes.Object: METHODS[dict]}
 
 
 def measured(budget: Budget, value: Any) -> Any:
@@ -174,7 +176,7 @@ def _lazy(name: str) -> Callable[..., Any]:
     def paid(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
         each = sum(len(text) for text in given if isinstance(text, str))
-        items = value if isinstance(value, Undefined) else context[BUDGET].counted(value, each)
+        items = value if isinstance(value, Undefined) or not value else context[BUDGET].counted(value, each)
         return inner(context, items, *args, **kwargs)
 
     return paid
@@ -203,7 +205,7 @@ def read(context: Any, value: Any) -> Any:
 def searched(context: Any, value: Any) -> Any:
     """Around what a constant is looked for in, or a part is taken of: its items are not gone into."""
     if isinstance(value, str | list | tuple | MappingView):
-        context[BUDGET].spend(len(value))
+        context[BUDGET].spend(len(str(value) if isinstance(value, shapes.Parts) else value))
     return value
 
 
@@ -214,6 +216,7 @@ def join(context: Any, value: Any, separator: Any = "", attribute: str | int | N
 
 def joined(context: Any, items: Iterable, separator: str, attribute: str | int | None = None) -> str:
     budget: Budget = context[BUDGET]
+    items = str(items) if isinstance(items, str) else items
     items = list(budget.counted(items)) if not isinstance(items, list | tuple | str) else items
     if attribute is not None:
         budget.read(attribute, times=len(items))
@@ -258,6 +261,7 @@ def tojson(
     budget.read(value, times=4)
     if indent:
         budget.indent(value, len(indent) if isinstance(indent, str) else indent)
+    value = shapes.as_json(value)
     made = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return measured(budget, made)
 
@@ -316,6 +320,19 @@ def _number(value: Any) -> int | float:
     return value
 
 
+class Safe(str):
+    """What `safe` gives: what is added to it is escaped, even where nothing else is, as in Jinja. Of its markup it has
+    this alone."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Any) -> Safe:
+        return Safe(str(self) + (str(other) if isinstance(other, Safe) else str(escape(other))))
+
+    def __radd__(self, other: Any) -> Safe:
+        return Safe(str(escape(other)) + str(self))
+
+
 @pass_context
 def rounded(context: Any, value: float, precision: int = 0, method: str = "common") -> float:
     if abs(precision) > MAX_SHORT:
@@ -351,14 +368,16 @@ def _read_test(name: str) -> Callable[..., Any]:
 def filters() -> dict[str, Callable[..., Any]]:
     own = {"join": join, "replace": replace, "tojson": tojson, "indent": indent, "center": center, "format": format}
     own |= {"title": title}
-    own |= {"sum": add_up, "round": rounded, "batch": batch, "slice": slices, "safe": lambda value: value}
+    own |= {"sum": add_up, "round": rounded, "batch": batch, "slice": slices, "safe": Safe}
     own |= {"counted": counted, "made": made, "read": read, "searched": searched, "concatenated": concatenated}
     own |= {name: FILTERS[name] for name in FREE} | {name: _read(name) for name in READ}
+    own["items"] = lambda value: FILTERS["items"](shapes.items_of(value))
     return own | {name: _lazy(name) for name in LAZY} | {name: _sorted(name) for name in SORTED}
 
 
 def tests() -> dict[str, Callable[..., Any]]:
-    return {name: TESTS[name] for name in FREE_TESTS} | {name: _read_test(name) for name in READ_TESTS}
+    own = {"string": shapes.is_string, "mapping": shapes.is_mapping, "none": shapes.is_none}
+    return {name: TESTS[name] for name in FREE_TESTS} | {name: _read_test(name) for name in READ_TESTS} | own
 
 
 # -------------------------------------------------------------------------------------------------------------- calls

@@ -19,16 +19,15 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from minivllm.engine.chat_template import knows_tools, read_variables, render
-from minivllm.engine.content_format import ContentFormat, Part, reads_parts, with_parts, with_strings
-from minivllm.engine.tool_prompt import told_in_words
+from minivllm.engine.chat_template import knows_tools, read_variables
+from minivllm.engine.conversation import cut_at_mark, marked, plain_message, rendered
+from minivllm.engine.template_shapes import ContentFormat
 from minivllm.errors import BadRequest, ModelError
 from minivllm.files import read_json, read_text
 
 LONG_TEXT = 20_000  # characters: what takes longer to encode than anybody else should wait for it
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_CONTINUE_HERE = "\ue000continue here\ue000 "  # private use: no prompt holds it. Ends in a space, see below.
 
 
 class TextTokenizer:
@@ -171,17 +170,17 @@ class TextTokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
-        run: Callable[..., str] | None = None,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
+        run: Callable[..., str] = rendered,
+        **switches: Any,
     ) -> str:
         """The prompt of a conversation. Raises BadRequest for messages that the template refuses.
 
-        template: in the place of the model's own. Raises ModelError if it is none.
-        run: what renders, in the place of `rendered`.
-
         tools: as in OpenAI's requests. For a template that knows none they are told in words (engine/tool_prompt.py).
         continue_final_message: the prompt ends inside the last message, which the model goes on writing.
-        kwargs: the template's own switches (enable_thinking ...).
+        template: in the place of the model's own. Raises ModelError if it is none.
+        variables: the template's own switches (enable_thinking ...), also as arguments by name, as in transformers.
+        run: what renders.
         """
         if not messages:
             raise BadRequest("messages must not be empty", "messages")
@@ -190,24 +189,21 @@ class TextTokenizer:
                 "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
             )
         template = self._pick_template(tools) if template is None else template
-        chat = [_plain_message(i, message) for i, message in enumerate(messages)]
+        chat = [plain_message(i, message) for i, message in enumerate(messages)]
         if continue_final_message:
-            chat[-1]["content"][-1]["text"] += _CONTINUE_HERE
-        chat = chat if self._reads_parts(template) else with_strings(chat)
-        values = {**self.special_tokens, "documents": None, "add_generation_prompt": add_generation_prompt, **kwargs}
-        text = (run or rendered)(template, chat, tools, **values)
-        return _cut_at_mark(text) if continue_final_message else text
+            chat[-1] = marked(chat[-1])
+        own = {"documents": None, "add_generation_prompt": add_generation_prompt}
+        values = {**self.special_tokens, **own, **switches, **(variables or {})}
+        text = run(template, chat, list(tools) if tools else None, values, self._content_format)
+        return cut_at_mark(text) if continue_final_message else text
 
     def use_chat_template(self, source: str) -> None:
         """In the place of all that the model has."""
         self._templates = {"default": source}
 
     def use_content_format(self, name: ContentFormat) -> None:
-        """How templates get a message's content; auto: as each of them reads it."""
+        """How templates get a message's content; auto: as each of their branches reads it."""
         self._content_format = name
-
-    def _reads_parts(self, template: str) -> bool:
-        return reads_parts(template) if self._content_format == "auto" else self._content_format == "openai"
 
     @property
     def chat_template(self) -> str | None:
@@ -383,72 +379,3 @@ def _read_eos(folder: Path) -> list[int]:
 
 def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
-
-
-# Chat templates
-
-
-def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Content a list of text parts, one at least; tool arguments as objects, which templates expect."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise BadRequest(f"messages[{index}] must be an object with a role", "messages")
-    plain = {**message, "content": _parts_of(index, message.get("content"))}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(index, call) for call in message["tool_calls"]]
-    return plain
-
-
-def _parts_of(index: int, content: Any) -> list[Part]:
-    if content is None or isinstance(content, str):
-        return [{"type": "text", "text": content or ""}]
-    if not isinstance(content, list | tuple):
-        raise BadRequest(f"messages[{index}].content must be a string or a list of parts", "messages")
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadRequest(
-                f"messages[{index}].content: a part of type {kind!r} is not supported, only text", "messages"
-            )
-    return [{"type": "text", "text": part["text"]} for part in content] or [{"type": "text", "text": ""}]
-
-
-def _plain_call(index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            raise BadRequest(f"messages[{index}]: a tool call's arguments are not JSON", "messages") from None
-    return {**call, "function": function}
-
-
-def _cut_at_mark(text: str) -> str:
-    at = text.rfind(_CONTINUE_HERE.strip())
-    if at < 0:
-        raise BadRequest("the chat template drops the final message: it cannot be continued", "continue_final_message")
-    # A template that strips contents took the mark's space: then the text before the mark would have been stripped too.
-    return text[:at] if text.startswith(_CONTINUE_HERE, at) else text[:at].rstrip()
-
-
-def rendered(template: str, chat: list[dict], tools: Sequence[Mapping[str, Any]] | None, /, **values: Any) -> str:
-    """chat: messages whose contents are all strings, or all lists of parts. Raises BadRequest and ModelError."""
-    mentions_tools = tools or any(message["role"] == "tool" or message.get("tool_calls") for message in chat)
-    if knows_tools(template) or not mentions_tools:
-        return render(template, messages=chat, tools=list(tools) if tools else None, **values)
-    return _render_in_words(template, chat, tools, **values)
-
-
-def _render_in_words(template: str, chat: list[dict], tools: Sequence[Mapping[str, Any]] | None, **values: Any) -> str:
-    in_parts = isinstance(chat[0]["content"], list)
-    chat = with_strings(chat) if in_parts else chat
-
-    def told(role: str) -> str:
-        messages = told_in_words(chat, tools, role)
-        return render(template, messages=with_parts(messages) if in_parts else messages, tools=None, **values)
-
-    try:
-        return told("system")
-    except BadRequest:
-        if not tools or chat[0]["role"] == "system":
-            raise
-    return told("user")

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from minivllm.engine.template_shapes import read_arguments
+
 INSTRUCTIONS = """You can call these functions:
 <tools>
 {tools}
@@ -26,7 +28,7 @@ The result then comes between <tool_response> tags. Answer in words when no func
 def told_in_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, role: str = "system"
 ) -> list[dict]:
-    """messages: contents are strings, arguments of calls are objects. The result has no tools, no tool_calls, and no
+    """messages: contents are strings. The result has no tools, no tool_calls, and no
     role "tool"; the results of one turn's calls are one message. role: whose first message the tools are told in; the
     user's for templates that refuse a system message."""
     told: list[dict] = []
@@ -46,8 +48,17 @@ def without_calls(message: Mapping[str, Any]) -> dict:
 
 
 def as_text(function: Mapping[str, Any]) -> str:
-    call = {"name": function["name"], "arguments": function.get("arguments") or {}}
+    call = {"name": function["name"], "arguments": arguments_of(function)}
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def arguments_of(function: Mapping[str, Any]) -> Any:
+    """An object, or the text of what should have been one: an answer may have ended within it."""
+    given = function.get("arguments") or {}
+    try:
+        return read_arguments(given) if isinstance(given, str) else given
+    except ValueError:
+        return given
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:

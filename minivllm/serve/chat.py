@@ -11,8 +11,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from minivllm.engine import template_child
-from minivllm.engine.content_format import joined
 from minivllm.engine.output import CompletionOutput, Logprob, RequestOutput
+from minivllm.engine.template_shapes import text_of
 from minivllm.errors import BadRequest, ModelError
 from minivllm.request import SamplingParams
 from minivllm.serve import price
@@ -186,8 +186,8 @@ def render(body: ChatRequest, use: ToolUse, service: Service) -> str:
         continue_final_message=goes_on,
         tools=use.for_template(),
         template=body.chat_template,
-        run=None if body.chat_template is None else template_child.render,
-        **(effort_variables(body.reasoning_effort, variables) | (body.chat_template_kwargs or {})),
+        variables=effort_variables(body.reasoning_effort, variables) | (body.chat_template_kwargs or {}),
+        **({} if body.chat_template is None else {"run": template_child.render}),
     )
 
 
@@ -197,8 +197,7 @@ def last_message(body: ChatRequest) -> str:
     message = body.messages[-1]
     if message.role != "assistant" and body.add_generation_prompt is not False:
         return ""
-    content = as_template_message(message, "")["content"]
-    return content if isinstance(content, str) else joined(content)
+    return text_of(as_template_message(message, ""))
 
 
 def ignored_effort(body: ChatRequest, service: Service) -> dict[str, str]:
@@ -211,15 +210,15 @@ def ignored_effort(body: ChatRequest, service: Service) -> dict[str, str]:
 
 
 def as_template_message(message: Message, path: str) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    content = message.content
+    """Raises BadRequest for a content that is missing where none of the assistant's may be."""
+    content = message.content if message.content is not None else message.refusal
     if isinstance(content, list):
         for i, part in enumerate(content):
             if part.type != "text" or part.text is None:
                 where = f"{path}.content[{i}]"
                 raise BadRequest(f'{where}: only parts of type "text", with a text, are supported', where)
         content = [{"type": "text", "text": part.text} for part in content]
-    if content is None and not message.tool_calls:
+    if content is None and message.role != "assistant":
         raise BadRequest(f"{path}.content is missing", f"{path}.content")
     optional = {
         "name": message.name,
@@ -227,7 +226,7 @@ def as_template_message(message: Message, path: str) -> dict[str, Any]:
         "tool_calls": [as_template_call(call) for call in message.tool_calls or ()],
         "reasoning_content": message.reasoning_content or message.reasoning,
     }
-    return {"role": role, "content": content or ""} | {key: value for key, value in optional.items() if value}
+    return {"role": message.role, "content": content} | {key: value for key, value in optional.items() if value}
 
 
 def as_template_call(call: CalledTool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import msgspec
 
 from minivllm import child, logs, waiting
 from minivllm.config import DEFAULT_MODEL, EngineConfig
-from minivllm.engine.content_format import FORMATS
+from minivllm.engine.template_shapes import FORMATS
 from minivllm.errors import ModelError
 from minivllm.pooling.task import GENERATE
 from minivllm.serve import access, hosts, operate, reasoning

@@ -185,7 +185,7 @@ class Message(RequestBody):
     role: Annotated[
         str,
         Meta(min_length=1, max_length=64),
-        differs("Any; the chat template decides. developer is read as system."),
+        differs("Any; the chat template decides. developer is read as system where it does not know it."),
     ]
     content: str | Annotated[list[ContentPart], Meta(max_length=MAX_ITEMS)] | None = None
     name: Annotated[str | None, doc("Handed to the chat template.")] = None

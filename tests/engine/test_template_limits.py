@@ -62,7 +62,7 @@ def little(monkeypatch):
 @pytest.mark.parametrize("template", TOO_LARGE)
 def test_whatever_a_template_does_it_pays_for(template, little):
     with pytest.raises(BadRequest, match="it (reads or makes|makes|takes|sorts|rounds|repeats|formats)|powers"):
-        render(template)
+        render(template, {})
 
 
 @pytest.mark.parametrize(
@@ -71,21 +71,21 @@ def test_whatever_a_template_does_it_pays_for(template, little):
 )  # fmt: skip
 def test_only_methods_that_are_known_are_called(call):
     with pytest.raises(BadRequest, match="nothing that it may call|unsafe|undefined|not safely"):
-        render("{{ " + call + " }}", messages=[])
+        render("{{ " + call + " }}", {"messages": []})
 
 
 @pytest.mark.parametrize("use", ["x | pprint", "x | urlize", "x | wordcount", "x | xmlattr", "x is in_order"])
 def test_only_filters_and_tests_that_are_known_exist(use):
     with pytest.raises(ModelError, match="No (filter|test) named"):
-        render("{{ " + use + " }}")
+        render("{{ " + use + " }}", {})
 
 
 def test_a_rendering_is_over_when_its_time_is_whatever_its_rounds_hold(monkeypatch):
     seconds = iter(range(10**9))
     monkeypatch.setattr(chat_template, "_a_budget", lambda: {template_tools.BUDGET: Budget(lambda: next(seconds))})
-    assert render("{% for i in range(9) %}{{ i }}{% endfor %}") == "012345678"
+    assert render("{% for i in range(9) %}{{ i }}{% endfor %}", {}) == "012345678"
     with pytest.raises(BadRequest, match="over 10 s"):
-        render("{% for i in range(99) %}{{ i }}{% endfor %}")
+        render("{% for i in range(99) %}{{ i }}{% endfor %}", {})
 
 
 USES = """{{ ['b', 'a'] | sort | join(',') }} {{ [1, 2, 3] | sum }} {{ [[1], [2]] | sum(start=[]) }} {{ 'ab' | list }}
@@ -106,4 +106,4 @@ USES = """{{ ['b', 'a'] | sort | join(',') }} {{ [1, 2, 3] | sum }} {{ [[1], [2]
 
 def test_what_templates_do_is_as_in_jinja():
     expected = jinja2.Template(USES, trim_blocks=True, lstrip_blocks=True).render(messages=["a", "b"])
-    assert render(USES, messages=["a", "b"]) == expected
+    assert render(USES, {"messages": ["a", "b"]}) == expected

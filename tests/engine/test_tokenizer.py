@@ -196,16 +196,6 @@ def test_what_templates_do_with_loops_and_texts_is_as_in_jinja():
     assert render(template) == jinja2.Template(template, trim_blocks=True, lstrip_blocks=True).render()
 
 
-def test_tool_call_arguments_are_objects_for_the_template():
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "ü<"}'}}
-    message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    template = "{% if tools %}{% endif %}{{ messages[0].tool_calls[0].function.arguments | tojson }}"
-    assert render(template, [message]) == '{"x": "ü<"}'
-    call["function"]["arguments"] = "{"
-    with pytest.raises(BadRequest, match="not JSON"):
-        render(CHATML, [message])
-
-
 @pytest.mark.parametrize("template", [CHATML, CHATML.replace("m.content", "m.content | trim")])
 def test_a_final_message_is_left_open_to_be_continued(template):
     messages = [USER, {"role": "assistant", "content": "so far"}]

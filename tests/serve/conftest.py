@@ -41,9 +41,11 @@ class LetterTokenizer:
     special_tokens = {}
     template_variables = frozenset()
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, continue_final_message=False, **kwargs):
-        self.rendered = {"messages": messages, **kwargs}
-        return "".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>" * add_generation_prompt
+    def apply_chat_template(
+        self, messages, add_generation_prompt=True, continue_final_message=False, variables=None, **kwargs
+    ):
+        self.rendered = {"messages": messages, **(variables or {}), **kwargs}
+        return "".join(f"<{m['role'][0]}>{m['content'] or ''}" for m in messages) + "<a>" * add_generation_prompt
 
 
 MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>")

@@ -120,7 +120,7 @@ def test_items_become_a_conversation(fake, ask):
     thought = {"type": "reasoning", "id": "r1", "summary": []}
     ask(input=[{"role": "developer", "content": "Rules"}, user, thought, said, CALLED, result], tools=[WEATHER])
     system, user, called, tool = fake.engine.tokenizer.rendered["messages"]
-    assert (system["role"], system["content"], user["content"]) == ("system", "Rules", "Hi")
+    assert (system["role"], system["content"], user["content"]) == ("developer", "Rules", "Hi")
     assert called["content"] == "Hm" and called["tool_calls"][0]["function"]["name"] == "weather"
     assert (tool["role"], tool["tool_call_id"], tool["content"]) == ("tool", "c1", "rain")
 

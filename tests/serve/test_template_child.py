@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from minivllm.engine import template_child
-from minivllm.engine.tokenizer import rendered
+from minivllm.engine.conversation import rendered
 from minivllm.errors import BadRequest, ModelError
 from minivllm.sandbox import Limits, Sandbox
 
@@ -18,21 +18,22 @@ CHAT = [{"role": "user", "content": "hü"}]
 def test_it_renders_what_it_would_here():
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ x }}{% endfor %}{{ tools | length }}"
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert template_child.render(template, CHAT, tools, x=1) == rendered(template, CHAT, tools, x=1) == "user:hü11"
+    given = (template, CHAT, tools, {"x": 1})
+    assert template_child.render(*given) == rendered(*given) == "user:hü11"
     with pytest.raises(BadRequest, match="no: user"):
-        template_child.render("{{ raise_exception('no: ' ~ messages[0].role) }}", CHAT, None)
+        template_child.render("{{ raise_exception('no: ' ~ messages[0].role) }}", CHAT, None, {})
     with pytest.raises(ModelError, match="line 2"):
-        template_child.render("\n{% if %}", CHAT, None)
+        template_child.render("\n{% if %}", CHAT, None, {})
 
 
 def test_a_child_that_is_killed_is_a_bad_request_and_replaced(monkeypatch):
     sandbox = Sandbox("minivllm.engine.template_child", b"", Limits(seconds=60, megabytes=2048))
     monkeypatch.setattr(template_child, "_sandbox", lambda: sandbox)
     try:
-        assert template_child.render("{{ messages[0].content }}", CHAT, None) == "hü"
+        assert template_child.render("{{ messages[0].content }}", CHAT, None, {}) == "hü"
         os.kill(sandbox.pid, signal.SIGKILL)
         sandbox._child.process.wait()
-        assert template_child.render("{{ messages[0].content }}", CHAT, None) == "hü"
+        assert template_child.render("{{ messages[0].content }}", CHAT, None, {}) == "hü"
     finally:
         sandbox.close()
 
@@ -42,7 +43,7 @@ def test_what_takes_longer_than_its_limit_is_stopped(monkeypatch):
     monkeypatch.setattr(template_child, "_sandbox", lambda: sandbox)
     try:
         with pytest.raises(BadRequest, match="it takes over 0 s"):
-            template_child.render("{% for i in range(99999) %}{{ i }}{% endfor %}", CHAT, None)
+            template_child.render("{% for i in range(99999) %}{{ i }}{% endfor %}", CHAT, None, {})
         assert sandbox.pid is None
     finally:
         sandbox.close()

@@ -236,7 +236,6 @@ BAD = [
     ({"messages": [{**CALLED, "role": "user", "content": "x"}]}, "messages[0].tool_calls", "only the assistant"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", '"tool"'),
     ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role", "older form"),
-    ({"messages": [*HELLO, {"role": "assistant"}]}, "messages[1].content", "missing"),
 ]  # fmt: skip
 
 
@@ -252,6 +251,20 @@ def test_a_form_for_the_answer_goes_with_tools(ask, fake):
         assert ask("{}", tool_choice="auto", **form).choices[0].message.content == "{}"
         called = ask('<tool_call>{"name": "now", "arguments": {}}</tool_call>', tool_choice="auto", **form).choices[0]
         assert called.message.tool_calls[0].function.name == "now"
+
+
+@pytest.mark.parametrize("members", [
+    {}, {"reasoning": "Hm"}, {"reasoning_content": "Hm", "reasoning": "Hm"}, {"refusal": "No."}, {"refusal": None},
+    {"tool_calls": None}, {"tool_calls": []}, {"function_call": None, "audio": None, "annotations": []},
+    {"tool_calls": CALLED["tool_calls"], "refusal": None},
+])  # fmt: skip
+def test_a_message_of_an_answer_is_taken_back_whatever_ended_it(fake, members):
+    message = {"role": "assistant", "content": None, **members}
+    results = [{"role": "tool", "content": "x", "tool_call_id": call["id"]} for call in members.get("tool_calls") or ()]
+    body = {"messages": [*HELLO, message, *results, *HELLO], "tools": TOOLS}
+    reply = httpx.post(f"{fake.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert fake.engine.tokenizer.rendered["messages"][1]["content"] == members.get("refusal")
 
 
 @pytest.mark.parametrize(("fields", "param", "text"), BAD)
