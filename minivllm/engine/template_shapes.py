@@ -113,16 +113,17 @@ class Parts(list):
     """A message's content that was sent as parts. A template that asks whether it is a string, and then does not go
     through all of its parts, takes strings alone (`without_lost`)."""
 
-    _denied, _seen = False, 0
+    def __init__(self, parts: Iterable[Any]):
+        super().__init__(parts)
+        self._denied, self._seen = False, set[int]()
 
     def _see(self, part: slice = slice(None)) -> list[Any]:
         """These parts; the template looks at them."""
-        for index in range(len(self))[part]:
-            self._seen |= 1 << index
+        self._seen.update(range(len(self))[part])
         return list.__getitem__(self, part)
 
     def _is_lost(self) -> bool:
-        return self._denied and self._seen != (1 << len(self)) - 1
+        return self._denied and len(self._seen) < len(self)
 
     def __str__(self) -> str:
         return joined(list.__iter__(self))

@@ -75,7 +75,7 @@ CONSTRUCTS = {
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_a_template_makes_what_it_does_in_transformers(name):
     rng = random.Random(name)
-    conversations = [fitting(CONSTRUCTS[name], draw(rng)) for _ in range(10)]
+    conversations = [fitting(CONSTRUCTS[name], draw(rng)) for _ in range(8)]
     verdicts = [judge(CONSTRUCTS[name], conversation) for conversation in conversations if conversation is not None]
     assert [verdict for verdict in verdicts if not verdict.ok] == []
     assert any(verdict.what != "refused" for verdict in verdicts)

@@ -99,7 +99,8 @@ def _right(template: str, conversation: Conversation) -> Iterator[str]:
 
 
 def _words(message: dict[str, Any]) -> list[str]:
-    return WORD.findall(json.dumps(message))
+    """Of its content, behind thinking: templates leave earlier thinking out."""
+    return WORD.findall(json.dumps(message.get("content")).rpartition("</think>")[2])
 
 
 def _whole(template: str, conversation: Conversation, messages: list[dict[str, Any]]) -> str | None:
