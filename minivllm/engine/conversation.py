@@ -72,16 +72,12 @@ def _has_tools(message: Mapping[str, Any]) -> bool:
 
 
 def _as_named(message: Mapping[str, Any], named: frozenset[str]) -> dict[str, Any]:
-    """With the names that the template has for its role and for its thinking. transformers gives thinking the first two
-    of these names, and knows no part for it."""
+    """With the role and the names of its thinking that a template may look for; the names are those that transformers
+    adds. A role of OpenAI's that the template does not know has its older name."""
     role = "system" if message["role"] == "developer" and "developer" not in named else message["role"]
     kept = {key: value for key, value in message.items() if value is not None} | {"role": role}
     thinking = next((kept[name] for name in shapes.THINKING if name in kept), None)
-    if thinking is None:
-        return kept
-    if not named & set(shapes.THINKING[:2]):
-        kept["reasoning"] = thinking
-    return {"thinking": thinking, **kept, "reasoning_content": thinking}
+    return kept if thinking is None else {"thinking": thinking, **kept, "reasoning_content": thinking}
 
 
 # ------------------------------------------------------------------------------------------------------- plain messages

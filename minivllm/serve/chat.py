@@ -224,7 +224,8 @@ def as_template_message(message: Message, path: str) -> dict[str, Any]:
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "tool_calls": [as_template_call(call) for call in message.tool_calls or ()],
-        "reasoning_content": message.reasoning_content or message.reasoning,
+        "reasoning_content": message.reasoning_content,
+        "reasoning": message.reasoning,
     }
     return {"role": message.role, "content": content} | {key: value for key, value in optional.items() if value}
 

@@ -4,6 +4,7 @@ below are for: public reports of other engines, and the templates that models ar
 from __future__ import annotations
 
 import random
+from itertools import product
 from types import SimpleNamespace
 
 import msgspec
@@ -169,10 +170,12 @@ def test_a_developer_is_the_system_to_a_template_that_does_not_know_the_role():
 
 def test_thinking_has_the_name_that_the_template_has_for_it():
     message = {"role": "assistant", "content": "7", "reasoning_content": "hm"}
-    for name in ("reasoning_content", "reasoning", "thinking"):
+    for name, sent in product(("reasoning_content", "thinking"), ("reasoning_content", "reasoning")):
         template = each("{{ m." + name + " }}")
-        for sent in ("reasoning_content", "reasoning"):
-            assert render(template, {"role": "assistant", "content": "7", sent: "hm"}) == "<assistant>hm"
+        assert render(template, {"role": "assistant", "content": "7", sent: "hm"}) == "<assistant>hm"
+    assert (
+        render(each("{{ m.reasoning }}"), {"role": "assistant", "content": "7", "reasoning": "hm"}) == "<assistant>hm"
+    )
     both = "{% if m.thinking and m.content %}{{ raise_exception('one of both') }}{% endif %}{{ m.content }}"
     assert render(each(both), message) == "<assistant>7"
 
