@@ -33,7 +33,8 @@ def rendered(
     if knows_tools(template) or not (tools or any(map(_has_tools, chat))):
         return _rendered(template, chat, tools, values, content_format)
     if not tools and named & {"tool_calls", "tool"}:
-        return _rendered(template, chat, None, values, content_format)
+        with contextlib.suppress(BadRequest):  # it may name the role to refuse it
+            return _rendered(template, chat, None, values, content_format)
     return _in_words(template, chat, tools, values, content_format)
 
 

@@ -157,6 +157,13 @@ def test_calls_and_results_are_written_by_a_template_that_never_reads_tools():
     assert render(template, *conversation) == '<user>hi<assistant>tide{"port":"Brest"}<tool>14:20'
 
 
+def test_calls_are_told_in_words_where_a_template_names_the_role_of_results_to_refuse_it():
+    refuses = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}"
+    template = each(refuses).replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
+    told = render(template, {"role": "user", "content": "hi"}, CALLED, {"role": "tool", "content": "14:20"})
+    assert told.endswith("<user><tool_response>\n14:20\n</tool_response>") and "<tool_call>" in told
+
+
 def test_a_part_of_a_content_that_a_template_would_pass_over_is_in_the_prompt():
     assert render(CONSTRUCTS["first part"], {"role": "user", "content": PARTS}) == "<user>a\nb"
     assert render(CONSTRUCTS["strings for a role"], {"role": "system", "content": PARTS}) == "<system>a\nb"
