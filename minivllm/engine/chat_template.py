@@ -23,10 +23,11 @@ OF_JINJA = (
 
 
 def render(template: str, values: Mapping[str, Any], /) -> str:
-    """Raises BadRequest for messages that the template refuses, ModelError for a template that is none."""
+    """values: its variables, and a budget that several renderings may share (`budget`). Raises BadRequest for messages
+    that the template refuses, ModelError for a template that is none."""
     compiled = _compile(template)
     try:
-        return compiled.render({**values, **_a_budget()})
+        return compiled.render({**budget(), **values})
     except Exception as e:  # a template is the model's code; whatever it raises is about these messages
         raise BadRequest(f"the chat template refuses these messages: {e}", "messages") from None
 
@@ -87,7 +88,8 @@ def _compile(template: str) -> Any:
         raise ModelError(f"the chat template nests too deeply: {e}") from None
 
 
-def _a_budget() -> dict[str, Any]:
+def budget() -> dict[str, Any]:
+    """A variable that no template can name: what a rendering may take."""
     from minivllm.engine.template_budget import Budget
     from minivllm.engine.template_tools import BUDGET
 

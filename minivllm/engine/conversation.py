@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minivllm.engine import template_shapes as shapes
-from minivllm.engine.chat_template import knows_tools, mentions, render
+from minivllm.engine.chat_template import budget, knows_tools, mentions, render
 from minivllm.engine.template_shapes import ContentFormat
 from minivllm.engine.tool_prompt import told_in_words
 from minivllm.errors import BadRequest
@@ -28,6 +28,7 @@ def rendered(
 ) -> str:
     """chat: plain messages. values: the template's variables. Raises BadRequest for a conversation that the template
     refuses, ModelError for a template that is none."""
+    values = {**budget(), **values}  # for all that is tried
     named = mentions(template)
     chat = [_as_named(message, named) for message in chat]
     if knows_tools(template) or not (tools or any(map(_has_tools, chat))):

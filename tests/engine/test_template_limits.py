@@ -82,7 +82,7 @@ def test_only_filters_and_tests_that_are_known_exist(use):
 
 def test_a_rendering_is_over_when_its_time_is_whatever_its_rounds_hold(monkeypatch):
     seconds = iter(range(10**9))
-    monkeypatch.setattr(chat_template, "_a_budget", lambda: {template_tools.BUDGET: Budget(lambda: next(seconds))})
+    monkeypatch.setattr(chat_template, "budget", lambda: {template_tools.BUDGET: Budget(lambda: next(seconds))})
     assert render("{% for i in range(9) %}{{ i }}{% endfor %}", {}) == "012345678"
     with pytest.raises(BadRequest, match="over 10 s"):
         render("{% for i in range(99) %}{{ i }}{% endfor %}", {})

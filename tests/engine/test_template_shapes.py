@@ -13,6 +13,7 @@ from engine.test_tokenizer import with_template
 from templates.conversations import draw
 from templates.judge import fitting, judge
 
+from minivllm.engine import template_budget
 from minivllm.errors import BadRequest
 from minivllm.serve import chat
 from minivllm.serve.protocol import ChatRequest
@@ -191,6 +192,19 @@ def test_a_content_that_is_null_is_not_there_and_writes_nothing():
     assert render(CONSTRUCTS["prints"], CALLED) == "<assistant>"
     assert render(CONSTRUCTS["adds"], CALLED) == "<assistant>|"
     assert render(each("{{ m.content is defined }}"), CALLED) == "<assistant>False"
+
+
+def test_all_that_is_tried_of_one_conversation_shares_one_budget(monkeypatch):
+    monkeypatch.setattr(template_budget, "MAX_STEPS", 100)
+    template = "{% for i in range(60) %}{% endfor %}{{ messages[0].content.no.such }}"
+    messages = [{"role": "user", "content": PARTS}, CALLED]
+    with pytest.raises(BadRequest, match="no attribute|steps"):
+        render(template, *messages)
+    begun = []
+    monkeypatch.setattr(template_budget.Budget, "step", lambda budget: begun.append(id(budget)))
+    with pytest.raises(BadRequest, match="no attribute"):
+        render(template, *messages)
+    assert len(begun) > 60 and len(set(begun)) == 1
 
 
 def test_the_option_decides_for_all_contents():
