@@ -89,9 +89,10 @@ def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
     check_context(service, [prompt], max_tokens, "messages", name)
     reports = {"top_logprobs": body.top_logprobs, "prompt_logprobs": body.prompt_logprobs}
     check_logprobs(service, reports, [prompt])
-    thought, tokenizer = thinking(body, text, service.reasoning_parser), service.engine.tokenizer
+    may_call = use.schemas if use.mode == "auto" else ()
+    thought, tokenizer = thinking(body, text, service.reasoning_parser, may_call), service.engine.tokenizer
     if thought is not None:
-        params = with_thinking(params, thought, budget(body), use.mode == "auto", tokenizer)
+        params = with_thinking(params, thought, budget(body), tokenizer)
     if body.use_beam_search:
         room = service.engine.max_model_len - len(prompt.token_ids)
         params = beam_search(body, min(max_tokens or room, room))

@@ -96,7 +96,7 @@ def prepare_completion(body: OllamaGenerateRequest, name: str | None, service: S
     job.params = called(job.params, "format")
     if thought is None:
         return job, PlainAnswer()
-    job.params = with_thinking(job.params, thought, None, False, service.engine.tokenizer)
+    job.params = with_thinking(job.params, thought, None, service.engine.tokenizer)
     return job, thought.answer(PlainAnswer())
 
 

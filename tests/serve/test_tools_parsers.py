@@ -89,6 +89,23 @@ def mistral_v11(calls, before, after):
     return before + "".join(f"[TOOL_CALLS]{n}[ARGS]{dumps(a)}" for n, a in calls) + after
 
 
+def mistral_id(calls, before, after):
+    written = [f"[TOOL_CALLS]{n}[CALL_ID]a1B2c3D4{i}[ARGS]{dumps(a)}" for i, (n, a) in enumerate(calls)]
+    return before + "".join(written) + after
+
+
+def llama_meta(calls, before, after):
+    return "; ".join(dumps({"type": "function", "name": n, "x": [{}], "parameters": a, "y": None}) for n, a in calls)
+
+
+def llama_function(calls, before, after):
+    return before + "".join(f"<function={n}>{dumps(a)}</function>" for n, a in calls) + after
+
+
+def phi_tokens(calls, before, after):
+    return f"{before}<|tool_call|>{listed(calls)}<|/tool_call|>{after}"
+
+
 def array(calls, before, after):
     return listed(calls, "name", "parameters")
 
@@ -145,6 +162,18 @@ def harmony(calls, before, after):
     return "<|channel|>analysis<|message|>Hm <|.<|end|><|start|>assistant" + "<|start|>assistant".join(said)
 
 
+def harmony_bare(calls, before, after):
+    return harmony(calls, before, after).replace("to=functions.", "to=")
+
+
+def harmony_analysis(calls, before, after):
+    return harmony(calls, before, after).replace("commentary to=functions.", "analysis to=")
+
+
+def harmony_bare_role(calls, before, after):
+    return harmony_role(calls, before, after).replace("to=functions.", "to=")
+
+
 def harmony_role(calls, before, after):
     written = [f" to=functions.{n}<|channel|>commentary json<|message|>{dumps(a)}<|call|>" for n, a in calls]
     return "<|start|>assistant".join(written)
@@ -174,9 +203,35 @@ def glm47(calls, before, after):
     return glm(calls, before, after, gap="")
 
 
+def dsml(calls, before, after, section="function_calls"):
+    written = []
+    for name, arguments in calls:
+        values = [
+            f'<｜DSML｜parameter name="{key}" string="{dumps(isinstance(value, str))}">{as_text(value)}'
+            "</｜DSML｜parameter>\n"
+            for key, value in arguments.items()
+        ]
+        written.append(f'<｜DSML｜invoke name="{name}">\n{"".join(values)}</｜DSML｜invoke>\n')
+    return f"{before}<｜DSML｜{section}>\n{''.join(written)}</｜DSML｜{section}>{after}"
+
+
+def dsml_v4(calls, before, after):
+    return dsml(calls, before, after, "tool_calls")
+
+
+def dsml_json(calls, before, after):
+    written = [f'<｜DSML｜invoke name="{n}">\n{dumps(a)}\n</｜DSML｜invoke>\n' for n, a in calls]
+    return f"{before}<｜DSML｜function_calls>\n{''.join(written)}</｜DSML｜function_calls>{after}"
+
+
 def pythonic(calls, before, after):
     written = [f"{n}({', '.join(f'{key}={value!r}' for key, value in a.items())})" for n, a in calls]
     return f"[{', '.join(written)}]"
+
+
+def llama_method(calls, before, after):
+    written = [f"<|python_tag|>{n}.call({', '.join(f'{key}={value!r}' for key, value in a.items())})" for n, a in calls]
+    return before + "".join(written)
 
 
 def llama4(calls, before, after):
@@ -188,6 +243,12 @@ JSON = {
     "llama3_json": ("llama3_json", llama),
     "mistral": ("mistral", mistral),
     "mistral v11": ("mistral", mistral_v11),
+    "mistral id": ("mistral", mistral_id),
+    "llama3_json meta": ("llama3_json", llama_meta),
+    "llama3_json function": ("llama3_json", llama_function),
+    "phi4_mini_json tokens": ("phi4_mini_json", phi_tokens),
+    "qwen3_coder JSON": ("qwen3_coder", hermes),
+    "deepseek_v32 JSON": ("deepseek_v32", dsml_json),
     "array": (ArrayParser, array),
     "granite": ("granite", granite),
     "granite-20b-fc": ("granite-20b-fc", granite_20b),
@@ -200,11 +261,17 @@ JSON = {
     "kimi_k2": ("kimi_k2", kimi),
     "openai": ("openai", harmony),
     "openai role": ("openai", harmony_role),
+    "openai bare": ("openai", harmony_bare),
+    "openai bare role": ("openai", harmony_bare_role),
+    "openai analysis": ("openai", harmony_analysis),
 }
 OTHER = {
     "qwen3_coder": ("qwen3_coder", qwen3_coder),
     "glm45": ("glm45", glm),
     "glm47": ("glm45", glm47),
+    "deepseek_v32": ("deepseek_v32", dsml),
+    "deepseek_v4": ("deepseek_v32", dsml_v4),
+    "llama3_json method": ("llama3_json", llama_method),
     "pythonic": ("pythonic", pythonic),
     "llama4_pythonic": ("pythonic", llama4),
 }
@@ -376,7 +443,9 @@ NONE = [
     ("llama3_json", '{"city": "Paris", "name": "add"}'),
     ("llama3_json", '{"name": "add"}'),
     ("llama3_json", 'Call {"name": "add", "parameters": {}}'),
-    ("llama3_json", '<|python_tag|>add.call(a="1")'),
+    ("llama3_json", '<|python_tag|>subtract.call(a="1")'),
+    ("llama3_json", "<|python_tag|>import add\nadd.call(a=1)"),
+    ("llama3_json", "<function=subtract>{}</function>"),
     ("mistral", "[TOOL_CALLS] []"),
     ("mistral", "[TOOL_CALLS]subtract{}"),
     ("mistral", "[TOOL"),
@@ -477,6 +546,15 @@ def test_ids_look_as_the_models_templates_want_them():
     assert re.fullmatch(r"[A-Za-z0-9]{9}", TOOL_PARSERS.get("mistral").new_id())
 
 
+def test_a_mistral_calls_id_is_the_models_own_but_never_twice_and_in_the_models_form():
+    text = "".join(
+        f"[TOOL_CALLS]now[CALL_ID]{id}[ARGS]{{}}" for id in ("a1B2c3D4e", "a1B2c3D4e", "call_1", "b1B2c3D4e")
+    )
+    first, second, third, fourth = (call.id for call in ToolAnswer(make("mistral")).message(text).tool_calls)
+    assert (first, fourth) == ("a1B2c3D4e", "b1B2c3D4e") and first != second
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in (second, third))
+
+
 def test_a_kimi_calls_id_is_the_models_own_but_never_twice():
     written = kimi([("add", {}), ("add", {}), ("now", {})], "", "").replace("add:1", "add:0")
     first, second, third = (call.id for call in ToolAnswer(make("kimi_k2")).message(written).tool_calls)
@@ -489,7 +567,7 @@ def test_a_call_begins_as_the_forms_of_its_format_do(name):
     parser, write = FORMATS[name]
     use = ToolUse("auto", tuple(Function(name=each) for each in FUNCTIONS))
     forms = TOOL_PARSERS.get(parser).forms(Writing(use, lambda text: (text,)))
-    if name != "openai":  # with a recipient in the channel, it is no text to tell it by
+    if parser != "openai" or name.endswith("role"):  # with a recipient in the channel, it is no text to tell it by
         assert write(SAID, "", "").lstrip("\n").startswith(tuple(text for texts, *_ in forms for text in texts))
 
 

@@ -8,7 +8,7 @@ closed the thinking is seen in the prompt.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from minivllm.serve.reasoning.reader import ReasoningReader, Rest, Start, Thought, split
 
@@ -100,6 +100,7 @@ class GraniteReader(_TaggedReader):
 
 
 CHANNEL, MESSAGE, END, START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
+NAMESPACE = "functions."
 RETURN, CALL, CONSTRAIN = "<|return|>", "<|call|>", "<|constrain|>"
 _RECIPIENT, _CHANNEL = re.compile(r"\bto=(\S+?)(?=<\||\s|$)"), re.compile(r"<\|channel\|>\s*(\w+)")
 _SENDER = re.compile(r"^\s*(<\|start\|>)?assistant")
@@ -124,7 +125,11 @@ class HarmonyReader(ReasoningReader):
     farewell = f"{END}{START}assistant"
     before = f"{END}{START}assistant"
     leavings = (f"{CHANNEL}commentary",)
-    calls = (f"{CHANNEL}commentary to=functions.", f"{START}assistant to=functions.")
+
+    @classmethod
+    def calls(cls, functions: Collection[str]) -> tuple[str, ...]:
+        heads = f"{CHANNEL}commentary", f"{CHANNEL}analysis", f"{START}assistant"
+        return tuple(f"{head} to={name}" for head in heads for name in (NAMESPACE, *functions))
 
     def _first_step(self, start: Start) -> Callable[[], bool]:
         self._kind: type[Thought] | type[Rest] = Thought if start is Start.INSIDE else Rest  # of the message's text
@@ -154,7 +159,7 @@ class HarmonyReader(ReasoningReader):
         """header: of a message whose text comes next."""
         found, to = _CHANNEL.search(header), _RECIPIENT.search(header)
         channel, recipient = found[1] if found else "final", to[1] if to else None
-        self._is_call = recipient is not None and (channel != "analysis" or recipient.startswith("functions."))
+        self._is_call = recipient is not None and (channel != "analysis" or self._is_function(recipient))
         self._kind = Thought if channel == "analysis" and not self._is_call else Rest
         self._parting = "\n" if self._kind in self._told and not self._is_call else ""
         if self._is_call:
@@ -162,6 +167,11 @@ class HarmonyReader(ReasoningReader):
             own = own if own.startswith(CHANNEL) else f"{CHANNEL}{channel} to={recipient} {CONSTRAIN}json"
             self._tell(Rest, own + MESSAGE)
         self._step = self._body
+
+    def _is_function(self, recipient: str) -> bool:
+        """The model's own tools, such as python, are called in its thinking; in long contexts it leaves out the
+        namespace of others."""
+        return recipient.startswith(NAMESPACE) or recipient in self.functions
 
     def _body(self) -> bool:
         before, marker, self._held = split(self._held, (END, RETURN, CALL, START, CHANNEL))

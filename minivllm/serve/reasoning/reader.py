@@ -40,8 +40,7 @@ class ReasoningReader:
 
     The rest is for who forces tokens (structured/prelude.py). openings: what begins the thinking of a fresh answer;
     none: it is open. endings: what ends it; the first is what is forced, after as much of `farewell` as has not come
-    just now; `before` stands before a fresh answer. leavings: what begins an answer of another kind without an ending,
-    calls: a call.
+    just now; `before` stands before a fresh answer. leavings: what begins an answer of another kind without an ending.
     """
 
     markers: ClassVar[tuple[str, ...]]
@@ -53,9 +52,10 @@ class ReasoningReader:
     farewell: ClassVar[str] = ""
     before: ClassVar[str] = ""
     leavings: ClassVar[tuple[str, ...]] = ()
-    calls: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, start: Start = Start.FRESH):
+    def __init__(self, start: Start = Start.FRESH, functions: Collection[str] = ()):
+        """functions: that the answer may call."""
+        self.functions = functions
         self._held = ""  # not told yet
         self._events: list[Event] = []
         self._step: Callable[[], bool] = self._first_step(start)  # True: it has moved on, and there may be more to do
@@ -67,6 +67,11 @@ class ReasoningReader:
     def is_inside(self) -> bool:
         """What comes now is thinking, or ends it."""
         raise NotImplementedError
+
+    @classmethod
+    def calls(cls, functions: Collection[str]) -> tuple[str, ...]:
+        """What begins a call of one of these without an ending."""
+        return ()
 
     @classmethod
     def start_of(cls, prompt: str, begun: str | None) -> Start:

@@ -159,10 +159,10 @@ class Reader(JsonReader):
         return CallEnd(text)
 
     def object_call(self, call: Call, *, tagged: bool) -> Reading:
-        """{"name": ..., "arguments": {...}} in either order; "parameters" is another name of "arguments", and formats
-        have their own of "name".
+        """{"name": ..., "arguments": {...}} in either order and among other members; "parameters" is another name of
+        "arguments", and formats have their own of "name".
 
-        tagged: something else has said that this is a call, so it may have other members, or no arguments.
+        tagged: something else has said that this is a call, so it may have no arguments.
         """
         yield from self.symbol("{")
         separator = ""
@@ -174,10 +174,8 @@ class Reader(JsonReader):
                 yield from self.name(call)
             elif key in ("arguments", "parameters") and not call.has_arguments:
                 yield from self.arguments(call)
-            elif tagged or key in ("type", "id"):
-                yield from self.value(1)
             else:
-                raise Malformed(key)
+                yield from self.value(1)
             yield from self.blank()
             separator = self.char if self.char == "," else ""
             if separator:
@@ -343,18 +341,18 @@ class SectionReader(TaggedReader):
     """Calls in tags of their own, one after the other in a section that has tags, too."""
 
     call_begin: ClassVar[str]
-    call_end: ClassVar[str]
-    section_end: ClassVar[str]
+    call_ends: ClassVar[tuple[str, ...]]  # some of them, and they may be missing
+    section_ends: ClassVar[tuple[str, ...]]
 
     def calls(self, begin: str) -> Reading:
         found = yield from self.marker(self.call_begin)
         while found == self.call_begin:
             if not (yield from self.call(self.one_call(call := Call()), call)):
                 return
-            found = self.call_end
-            while found == self.call_end:
+            found = self.call_ends[0]
+            while found in self.call_ends:
                 yield from self.blank()
-                found = yield from self.marker(self.call_begin, self.call_end, self.section_end)
+                found = yield from self.marker(self.call_begin, *self.call_ends, *self.section_ends)
         if found:
             self.forget()
         else:

@@ -14,10 +14,11 @@ class TypedReader(TaggedReader):
         self.made(call, f"{', ' if call.num_members else '{'}{json_of(key)}: ")
         call.num_members += 1
 
-    def value(self, call: Call, key: str, end: str, frame: str = "") -> Reading:
-        """Plain text, and `end`. frame: what stands around it, once on each side, and is no part of it."""
+    def plain(self, call: Call, key: str, end: str, frame: str = "", types: frozenset[str] | None = None) -> Reading:
+        """Plain text, and `end`. frame: what stands around it, once on each side, and is no part of it. types: the
+        schema's, if the format says nothing else."""
         self.key(call, key)
-        value = Value(self.types(call, key), lambda text: self.made(call, text), frame)
+        value = Value(self.types(call, key) if types is None else types, lambda text: self.made(call, text), frame)
         yield from self.until(end, value.add)
         value.end()
 
