@@ -101,6 +101,7 @@ def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
     job.ignored = ignored_effort(body, service)
     if thought is not None:
         job.thinking, job.usage.completion_tokens_details = thought.tokens(tokenizer), ReasoningTokens()
+        job.find_answer = thought.reader
     return job, ChatShape(job.id, service, body, partial(make_answer, use, parser, thought))
 
 

@@ -15,7 +15,7 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -186,6 +186,7 @@ class Job:
     client: str = ""  # whose share of the engine it takes (keys.Keys.share_of)
     ignored: dict[str, str] = field(default_factory=dict)  # fields that this model has no use for, and why
     thinking: ThinkingTokens | None = None  # what counts the tokens of a model that thinks
+    find_answer: Callable[[], ReasoningReader] | None = None  # in one text of such a model: what stops look at
     usage: Usage = field(default_factory=Usage)
     num_generated: Counter[int] = field(default_factory=Counter)  # by choice
     deadline: Deadline | None = None  # of its HTTP request
@@ -295,6 +296,7 @@ class Job:
             lora_request=self.service.adapter_of(self.body) or None,
             client=self.client,
             on_start=self.made.append,
+            find_answer=self.find_answer,
         )
 
     def _count(self, prompt: int, output: RequestOutput) -> None:

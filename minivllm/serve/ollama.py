@@ -97,6 +97,7 @@ def prepare_completion(body: OllamaGenerateRequest, name: str | None, service: S
     if thought is None:
         return job, PlainAnswer()
     job.params = with_thinking(job.params, thought, None, service.engine.tokenizer)
+    job.find_answer = thought.reader
     return job, thought.answer(PlainAnswer())
 
 

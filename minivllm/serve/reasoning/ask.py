@@ -67,16 +67,35 @@ def with_thinking(
     params: SamplingParams, thought: Thinking, max_tokens: int | None, tokenizer: TextTokenizer
 ) -> SamplingParams:
     """With special tokens in the text if the format's markers are such; and with the thinking in front of the grammar
-    that holds the answer, or of a free answer if it may take no more than max_tokens."""
+    that holds the answer, or of a free answer if something of the request begins with it."""
     parser, special = thought.parser, partial(special_id, tokenizer)
     if any(special(marker) is not None for marker in parser.markers):
         params = params.replace(skip_special_tokens=False)
-    if thought.start is Start.BEHIND or (params.structured is None and max_tokens is None):
+    if thought.start is Start.BEHIND:
         return params
-    prelude = prelude_of(thought, special, max_tokens, params.structured is not None)
-    if params.structured is None:
-        return params.replace(structured=StructuredParams(prelude=prelude, field="thinking_token_budget"))
-    return params.replace(structured=msgspec.structs.replace(params.structured, prelude=prelude))
+    if params.structured is not None:
+        prelude = prelude_of(thought, special, max_tokens, holds=True)
+        return params.replace(structured=msgspec.structs.replace(params.structured, prelude=prelude))
+    if (field := begins_behind(params, max_tokens, tokenizer)) is None:
+        return params
+    prelude = prelude_of(thought, special, max_tokens, holds=False)
+    return params.replace(structured=StructuredParams(prelude=prelude, field=field))
+
+
+def begins_behind(params: SamplingParams, max_tokens: int | None, tokenizer: TextTokenizer) -> str | None:
+    """The field of a request for a free answer for which the engine must know, token by token, where the thinking ends.
+    Stop strings are not among them: text is enough (engine/detokenizer.py). Nor is any of them where no grammar can
+    follow the tokens: they are about the whole output then."""
+    if max_tokens is not None:
+        return "thinking_token_budget"
+    ends = () if params.ignore_eos else tokenizer.eos_token_ids
+    asked = {
+        "min_tokens": params.min_tokens,
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": params.biases_to_end(ends),
+    }
+    field = next((name for name, value in asked.items() if value), None)
+    return field if field and tokenizer.has_bytes and tokenizer.eos_token_ids else None
 
 
 def prelude_of(thought: Thinking, special: Callable[[str], int | None], max_tokens: int | None, holds: bool) -> Prelude:

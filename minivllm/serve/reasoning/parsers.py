@@ -48,6 +48,7 @@ class _TaggedReader(ReasoningReader):
 
     def _behind(self) -> bool:
         self._tell(Rest, self._held)
+        self.answered += self._held
         self._held = ""
         return False
 
@@ -142,6 +143,10 @@ class HarmonyReader(ReasoningReader):
     def is_inside(self) -> bool:
         return self._step == self._body and self._kind is Thought
 
+    @property
+    def is_answering(self) -> bool:
+        return self._step == self._body and self._kind is Rest
+
     def _header(self) -> bool:
         text = self._held.lstrip()
         begins = (CHANNEL, START, MESSAGE, "to=")
@@ -175,6 +180,8 @@ class HarmonyReader(ReasoningReader):
 
     def _body(self) -> bool:
         before, marker, self._held = split(self._held, (END, RETURN, CALL, START, CHANNEL))
+        if self._kind is Rest:
+            self.answered += before
         if before:
             self._tell(self._kind, self._parting + before)
             self._parting = ""

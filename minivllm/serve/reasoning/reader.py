@@ -34,7 +34,10 @@ class Start(enum.Enum):
 
 
 class ReasoningReader:
-    """markers: what the format writes around thinking; where these are special tokens, the text must show them.
+    """An AnswerFinder (engine/detokenizer.py), too: `answered` is what the last push has made certain of the answer,
+    as it stands in the text.
+
+    markers: what the format writes around thinking; where these are special tokens, the text must show them.
     marks: what shows that a chat template writes the format (marks.py). opened_by, closed_by: how a prompt ends that
     has begun, or ended, the thinking.
 
@@ -56,6 +59,7 @@ class ReasoningReader:
     def __init__(self, start: Start = Start.FRESH, functions: Collection[str] = ()):
         """functions: that the answer may call."""
         self.functions = functions
+        self.answered = ""
         self._held = ""  # not told yet
         self._events: list[Event] = []
         self._step: Callable[[], bool] = self._first_step(start)  # True: it has moved on, and there may be more to do
@@ -67,6 +71,16 @@ class ReasoningReader:
     def is_inside(self) -> bool:
         """What comes now is thinking, or ends it."""
         raise NotImplementedError
+
+    @property
+    def is_answering(self) -> bool:
+        """What comes now is of the answer, as far as is known."""
+        return not self.is_inside
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text of which it is not known yet what they are."""
+        return len(self._held)
 
     @classmethod
     def calls(cls, functions: Collection[str]) -> tuple[str, ...]:
@@ -85,6 +99,7 @@ class ReasoningReader:
 
     def push(self, text: str) -> list[Event]:
         """What more text brings."""
+        self.answered = ""
         self._held += text
         while self._step():
             pass
@@ -107,6 +122,8 @@ class ReasoningReader:
         """Tell what comes before one of the markers, which is taken and returned. None: none has come yet."""
         before, marker, self._held = split(self._held, markers)
         self._tell(kind, before)
+        if kind is Rest:
+            self.answered += before
         return marker
 
     def _drain(self) -> list[Event]:
