@@ -186,8 +186,14 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self.num_tokens = 0  # pushed and used; tokens after the one that completed a stop string are not
-        self.text = ""
         self.stopped_by: str | int | None = None
+        self._released: list[str] = []
+
+    @property
+    def text(self) -> str:
+        if len(self._released) > 1:
+            self._released = ["".join(self._released)]
+        return self._released[0] if self._released else ""
 
     def push(self, token_ids: Sequence[int], finished: bool = False) -> str:
         """More tokens -> the text that may be shown now. finished: no more will come, nothing stays behind."""
@@ -200,7 +206,8 @@ class Detokenizer:
             new += self._release(self._stream.flush())
             new += self._held
             self._held = ""
-        self.text += new
+        if new:
+            self._released.append(new)
         return new
 
     def _push(self, token_id: int) -> str:

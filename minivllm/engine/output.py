@@ -117,14 +117,14 @@ class _Choice:
         self.stop_reason: int | str | None = None
         self.in_core = True  # the engine core has not ended it, nor been told to
         self.last_token_time = 0.0
-        self.new_text = ""
+        self.new_texts: list[str] = []
         self.num_sent = 0  # tokens handed out, for kind "delta"
 
     def take(self, delta: Delta, now: float) -> None:
         hides_stop_token = delta.finish_reason == "stop" and not self.parent.params.include_stop_str_in_output
         num_before = self.detokenizer.num_tokens
         shown = delta.token_ids[:-1] if hides_stop_token else delta.token_ids
-        self.new_text += self.detokenizer.push(shown, finished=delta.finish_reason is not None)
+        self.new_texts.append(self.detokenizer.push(shown, finished=delta.finish_reason is not None))
         token_ids = delta.token_ids
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if self.detokenizer.stopped_by is not None:
@@ -138,12 +138,13 @@ class _Choice:
 
     def end(self, reason: str) -> None:
         """Ended from outside: the text that was held back is shown."""
-        self.new_text += self.detokenizer.push((), finished=True)
+        self.new_texts.append(self.detokenizer.push((), finished=True))
         self.finish_reason = reason
 
     def output(self, only_new: bool) -> CompletionOutput:
-        start, text = (self.num_sent, self.new_text) if only_new else (0, self.detokenizer.text)
-        self.num_sent, self.new_text = len(self.token_ids), ""
+        start, text = (self.num_sent, "".join(self.new_texts)) if only_new else (0, self.detokenizer.text)
+        self.num_sent = len(self.token_ids)
+        self.new_texts.clear()
         reports = self.logprobs is not None or self.parent.params.selects
         logprobs = None if self.logprobs is None else self.logprobs[:]
         if only_new and logprobs:

@@ -29,6 +29,7 @@ from minivllm.serve.connection import JSONAnswer, LineStream, reply
 from minivllm.serve.generation import Job, Service, attach, final_outputs
 from minivllm.serve.infill import infill_of
 from minivllm.serve.logprobs import likely_tokens
+from minivllm.serve.off_loop import by_size
 from minivllm.serve.ollama_protocol import (
     OllamaAnswer,
     OllamaAnswerMessage,
@@ -277,8 +278,8 @@ def nanoseconds(seconds: float) -> int:
 
 
 async def chat_answer(job: Job, shape: ChatShape, body: OllamaChatRequest) -> OllamaChatAnswer:
-    output, out = await last_output(job)
-    choice = shape.whole(0, job.prompts[0], output, out)
+    output, _ = await last_output(job)
+    choice = await generation.whole_choice(job, shape, output)
     message = OllamaAnswerMessage(content=choice.message.content or "", thinking=choice.message.reasoning or UNSET)
     for call in choice.message.tool_calls or ():
         add_call(message, call)
@@ -351,7 +352,7 @@ class Calls:
 
 async def text_answer(job: Job, body: OllamaGenerateRequest, answer: Answer) -> OllamaGenerateAnswer:
     output, out = await last_output(job)
-    message = answer.message(out.text)
+    message = await by_size(len(out.text), lambda: answer.message(out.text), job.client)
     return OllamaGenerateAnswer(
         model=body.model or job.model,
         response=message.content or "",

@@ -70,7 +70,7 @@ class Reader(JsonReader):
         self._events: list[Event] = []
         self._texts: list[str] = []  # the beginning of the next event, which is of this kind
         self._kind: type[Content] | type[Arguments] = Content
-        self._blank = ""  # content that is layout if a call follows
+        self._blanks: list[str] = []  # content that is layout if a call follows
         self._seen_content = self._seen_call = False
         self._reading = self.read()
         next(self._reading)
@@ -87,7 +87,7 @@ class Reader(JsonReader):
         for _ in self._reading:
             pass
         if not self._seen_call:
-            self._show(self._blank)
+            self._show("".join(self._blanks))
         return self._drain()
 
     def read(self) -> Reading:
@@ -112,13 +112,14 @@ class Reader(JsonReader):
 
     def content(self, text: str) -> None:
         """Text outside of calls. Spaces at its end wait: if a call follows, they are layout."""
-        if self._blank:
-            text = self._blank + text
         shown = text.rstrip(BLANK)
-        self._blank = text[len(shown) :]
-        if shown and self._seen_call and not self._seen_content:
-            shown = shown.lstrip(BLANK)
-        self._show(shown)
+        blank = text[len(shown) :]
+        if shown:
+            shown = "".join((*self._blanks, shown))
+            self._blanks.clear()
+            self._show(shown.lstrip(BLANK) if self._seen_call and not self._seen_content else shown)
+        if blank:
+            self._blanks.append(blank)
 
     def marker(self, *markers: str) -> Generator[None, None, str | None]:
         """Take the one of `markers` that comes; none begins with another. If none does, their common beginning may have
@@ -147,8 +148,9 @@ class Reader(JsonReader):
             self._mark(CallEnd())
             self._seen_call = True
         elif call.is_told:
-            self._mark(self.broken_end(self._blank + self.taken()))
-            self._blank, self._seen_content = "", True
+            self._mark(self.broken_end("".join((*self._blanks, self.taken()))))
+            self._blanks.clear()
+            self._seen_content = True
         else:
             self.content(self.taken())
         self.forget()

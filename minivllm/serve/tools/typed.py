@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minivllm.serve.tools.json_reader import Reading
-from minivllm.serve.tools.reader import Call, TaggedReader
+from minivllm.serve.tools.reader import Call, Functions, TaggedReader
 from minivllm.serve.tools.values import Value, json_of, types_of
 
 
@@ -22,8 +22,14 @@ class TypedReader(TaggedReader):
         yield from self.until(end, value.add)
         value.end()
 
+    def __init__(self, functions: Functions):
+        super().__init__(functions)
+        self._types: dict[tuple[str | None, str], frozenset[str]] = {}  # a schema is large, and a key may come often
+
     def types(self, call: Call, key: str) -> frozenset[str]:
-        return types_of(self.functions[call.name], key)
+        if (call.name, key) not in self._types:
+            self._types[call.name, key] = types_of(self.functions[call.name], key)
+        return self._types[call.name, key]
 
     def close(self, call: Call) -> None:
         call.has_arguments = True
