@@ -58,6 +58,7 @@ from minivllm.serve.reasoning.ask import (
     thinking,
     with_thinking,
 )
+from minivllm.serve.structured import is_of_raw_text
 from minivllm.serve.tools.answer import Answer, PlainAnswer, ToolAnswer
 from minivllm.serve.tools.ask import ToolUse, asked, enforced
 from minivllm.serve.tools.forms import Writing
@@ -125,11 +126,11 @@ def for_tools(
     params: SamplingParams, use: ToolUse, parser: type[ToolParser] | None, service: Service
 ) -> SamplingParams:
     """With the grammar of a forced call, or, where the model may call, with a way out of the grammar that its answer is
-    held to; and with special tokens in the text if a call's markers are such."""
+    held to, unless that is about the raw text; and with special tokens in the text if a call's markers are such."""
     special = partial(special_id, service.engine.tokenizer)
     if (schema := enforced(use)) is not None:
         params = params.replace(structured=StructuredParams(json=schema, disable_any_whitespace=True, field=use.field))
-    elif parser is not None and params.structured is not None:
+    elif parser is not None and params.structured is not None and not is_of_raw_text(params.structured):
         params = params.replace(structured=beside_calls(params.structured, use, parser, special))
     hidden = any(special(marker) is not None for marker in (parser.markers if parser else ()))
     return params.replace(skip_special_tokens=False) if hidden else params

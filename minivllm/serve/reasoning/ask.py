@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from minivllm.request import SamplingParams
 from minivllm.serve.protocol import ChatRequest
 from minivllm.serve.reasoning.answer import ReasoningAnswer, ThinkingTokens
 from minivllm.serve.reasoning.reader import ReasoningReader, Start
+from minivllm.serve.structured import is_of_raw_text
 from minivllm.serve.tools.answer import Answer
 from minivllm.structured.params import Pattern, Prelude, StructuredParams
 
@@ -74,6 +75,8 @@ def with_thinking(
     if thought.start is Start.BEHIND:
         return params
     if params.structured is not None:
+        if is_of_raw_text(params.structured):
+            thought = replace(thought, functions=())  # no call leads out of it
         prelude = prelude_of(thought, special, max_tokens, holds=True)
         return params.replace(structured=msgspec.structs.replace(params.structured, prelude=prelude))
     if (field := begins_behind(params, max_tokens, tokenizer)) is None:
