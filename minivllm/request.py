@@ -155,6 +155,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return bool(self.allowed_token_ids or self.bad_words or self.structured)
 
     @property
+    def thinks(self) -> bool:
+        """Whether something comes before the answer that its stop_token_ids do not stop: the engine core has no text
+        and leaves them to its client (engine/detokenizer.py)."""
+        return self.structured is not None and self.structured.prelude is not None and self.detokenize
+
+    def biases_to_end(self, eos_token_ids: Container[int]) -> dict[int, float]:
+        """By token, the biases that make an end of the output likelier. eos_token_ids: those of the resolved params."""
+        ends = self.stop_token_ids or ()
+        biases = (self.logit_bias or {}).items()
+        return {token: bias for token, bias in biases if bias > 0 and (token in eos_token_ids or token in ends)}
+
+    @property
     def end_token_ids(self) -> frozenset[int]:
         """Tokens that may end an output."""
         return frozenset((*self.eos_token_ids, *(self.stop_token_ids or ())))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from minivllm.engine.detokenizer import AnswerFinder
 from minivllm.engine.frontend import Asked, EngineHandle, OutputKind, Prompt
 from minivllm.engine.link import Link
 from minivllm.engine.live import Look
@@ -98,12 +99,14 @@ class AsyncLLM(EngineHandle):
         lora_request: Asked = None,
         client: str = "",
         on_start: Callable[[RequestMetrics], None] = lambda metrics: None,
+        find_answer: Callable[[], AnswerFinder] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come; the last one has finished=True. Leaving the iterator early aborts the request.
 
         output_kind: each output holds all text so far, only what is new, or ("final") there is only the last one; beams
         come all at once, at the end. client: whose share of the engine it takes, where scheduler.policy is fair.
-        on_start: is given the request's metrics, which count what is made, whether it is read or not.
+        on_start: is given the request's metrics, which count what is made, whether it is read or not. find_answer: for
+        a model that thinks, what finds the answer in one output's text, so that stops and min_tokens are about it.
         Raises BadRequest before the first item, EngineDead if the step loop has ended.
         """
         if request_id in self._streams:
@@ -111,7 +114,7 @@ class AsyncLLM(EngineHandle):
         self._loop = asyncio.get_running_loop()
         self._check_alive()
         adapter = await self._adapter(lora_request)
-        asked = priority, cache_salt, adapter, client
+        asked = priority, cache_salt, adapter, client, find_answer
         requests = self._front.requests(prompt, params, request_id, output_kind, *asked)
         on_start(self._front.processor.metrics_of(request_id))
         stream = self._streams[request_id] = asyncio.Queue()

@@ -6,14 +6,17 @@
 
 So a stop string is defined without reference to tokens: reading character by character, the first one to be complete
 ends the text (of two that end together, the longer). Text of the first min_tokens tokens completes nothing.
+
+Where a model thinks before it answers, a client stops what it reads: the answer. Stop strings begin and end in it,
+tokens that a request stops at stop it alone, and min_tokens counts its tokens.
 """
 
 from __future__ import annotations
 
 import codecs
 import functools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.request import SamplingParams
@@ -28,6 +31,25 @@ class TokenStream(Protocol):
 
     def flush(self) -> str:
         """The rest: what a decoder of the whole sequence shows for an unfinished character."""
+        ...
+
+
+class AnswerFinder(Protocol):
+    """Follows one text and tells the thinking in it from the answer (serve/reasoning)."""
+
+    answered: str  # of the answer, which the last push has made certain, as it stands in the text
+
+    def push(self, text: str) -> Any:
+        """What comes next."""
+
+    @property
+    def is_answering(self) -> bool:
+        """What comes now is of the answer, as far as is known."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Characters at the end of the text of which it is not known yet what they are."""
         ...
 
 
@@ -141,19 +163,37 @@ _automaton = functools.lru_cache(maxsize=128)(StopStrings)
 
 
 class Detokenizer:
-    """The text of one output. `text` is what has been released; `stopped_by` the stop string that ended it."""
+    """The text of one output. `text` is what has been released; `stopped_by` the stop string that ended it, or the
+    stop token, where the engine core does not know which tokens are of the answer."""
 
-    def __init__(self, tokenizer: TextTokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]):
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        find_answer: Callable[[], AnswerFinder] | None = None,
+    ):
+        """find_answer: for a model that thinks; None: all of the text is the answer."""
         kind = ByteStream if tokenizer.has_bytes else WindowStream
         self._stream: TokenStream = kind(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._stops = _automaton(tuple(params.stop)) if params.stop else None
+        self._stop_ids = frozenset(params.stop_token_ids or ()) if params.thinks else frozenset()
+        self._stops = _automaton(tuple(params.stop or ())) if params.stop or self._stop_ids else None
+        self._finder = find_answer() if find_answer is not None and self._stops is not None else None
         self._state = 0
         self._held = ""
+        self._num_chars = self._answer_end = 0  # that the finder has seen, and where the last of the answer ends there
+        self._num_before = 0  # tokens up to the answer
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
         self.num_tokens = 0  # pushed and used; tokens after the one that completed a stop string are not
-        self.text = ""
-        self.stopped_by: str | None = None
+        self.stopped_by: str | int | None = None
+        self._released: list[str] = []
+
+    @property
+    def text(self) -> str:
+        if len(self._released) > 1:
+            self._released = ["".join(self._released)]
+        return self._released[0] if self._released else ""
 
     def push(self, token_ids: Sequence[int], finished: bool = False) -> str:
         """More tokens -> the text that may be shown now. finished: no more will come, nothing stays behind."""
@@ -161,32 +201,75 @@ class Detokenizer:
         for token_id in token_ids:
             if self.stopped_by is not None:
                 break
-            self.num_tokens += 1
-            new += self._release(self._stream.push(token_id))
+            new += self._push(token_id)
         if finished and self.stopped_by is None:
             new += self._release(self._stream.flush())
             new += self._held
             self._held = ""
-        self.text += new
+        if new:
+            self._released.append(new)
         return new
+
+    def _push(self, token_id: int) -> str:
+        self.num_tokens += 1
+        if self._finder is not None and not self._finder.is_answering:
+            self._num_before = self.num_tokens
+        elif token_id in self._stop_ids and self.num_tokens - self._num_before >= self._min_tokens:
+            return self._stop_at(token_id)
+        return self._release(self._stream.push(token_id))
 
     def _release(self, text: str) -> str:
         if self._stops is None or not text:
             return text
+        return self._release_of_all(text) if self._finder is None else self._release_of_answer(text, self._finder)
+
+    def _release_of_all(self, text: str) -> str:
         text, start = self._held + text, len(self._held)
-        may_stop = self.num_tokens > self._min_tokens
         for i in range(start, len(text)):
-            self._state = self._stops.step(self._state, text[i])
-            if may_stop and (stop := self._stops.found[self._state]):
+            if stop := self._follow(text[i]):
                 return self._stop(text[: i + 1], stop)
         released = len(text) - self._stops.held[self._state]
         self._held = text[released:]
         return text[:released]
 
+    def _release_of_answer(self, text: str, finder: AnswerFinder) -> str:
+        """The same, where only some characters are of the answer, and it may take others to find out which."""
+        text, start = self._held + text, len(self._held)
+        for i in range(start, len(text)):
+            self._num_chars += 1
+            finder.push(text[i])
+            end = self._num_chars - finder.num_held
+            if not (answered := finder.answered):
+                continue
+            if end - len(answered) != self._answer_end:
+                self._state = 0  # what has come before is of another part
+            self._answer_end = end
+            for num_behind, char in zip(range(len(answered) - 1, -1, -1), answered, strict=True):
+                if stop := self._follow(char):
+                    return self._stop(text[: i + 1 - finder.num_held - num_behind], stop)
+        is_whole = self._answer_end + finder.num_held == self._num_chars  # nothing but the answer has come last
+        held = finder.num_held + (self._stops.held[self._state] if is_whole else 0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _follow(self, char: str) -> str:
+        """The stop string that ends with this character of the answer; "": none."""
+        self._state = self._stops.step(self._state, char)
+        return self._stops.found[self._state] if self.num_tokens - self._num_before > self._min_tokens else ""
+
     def _stop(self, text: str, stop: str) -> str:
         self.stopped_by = stop
         self._held = ""
         return text if self._include_stop else text[: len(text) - len(stop)]
+
+    def _stop_at(self, token_id: int) -> str:
+        shown = (
+            self._release(self._stream.push(token_id)) if self._include_stop else self._release(self._stream.flush())
+        )
+        if self.stopped_by is None:
+            self.stopped_by = token_id
+            shown, self._held = shown + self._held, ""
+        return shown
 
 
 class NullDetokenizer:

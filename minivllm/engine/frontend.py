@@ -18,6 +18,7 @@ from minivllm.engine.audio import KEY as AUDIO
 from minivllm.engine.audio import AudioReader
 from minivllm.engine.build import build
 from minivllm.engine.core import Observer
+from minivllm.engine.detokenizer import AnswerFinder
 from minivllm.engine.link import Link, ThreadLink
 from minivllm.engine.messages import Facts
 from minivllm.engine.output import Named, OutputProcessor, RequestOutput
@@ -195,12 +196,14 @@ class FrontEnd:
         cache_salt: str = "",
         adapter: str = "",
         client: str = "",
+        find_answer: Callable[[], AnswerFinder] | None = None,
     ) -> list[EngineRequest]:
         """The engine requests of one prompt: one for each of n samples, or one that searches with beams. Their outputs
         are expected from now on.
 
         adapter: the name of a LoRA adapter; the engine core refuses one that is not loaded when the request arrives.
-        client: whose share of the engine they take, where scheduler.policy is fair.
+        client: whose share of the engine they take, where scheduler.policy is fair. find_answer: for a model that
+        thinks, of each output: what its stops look at.
         """
         text, token_ids = self.tokenize(prompt)
         beside = self._beside(prompt)
@@ -215,7 +218,7 @@ class FrontEnd:
         ids = sequence_ids(request_id, num_outputs)
         group = request_id if num_outputs > 1 else ""
         now = self.clock()
-        self.processor.add(request_id, text, token_ids, resolved, ids, now, kind)
+        self.processor.add(request_id, text, token_ids, resolved, ids, now, kind, find_answer)
         return [
             EngineRequest(
                 *(req_id, token_ids, child, now, priority, adapter, cache_salt, group, beam, client),

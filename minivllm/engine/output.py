@@ -10,11 +10,11 @@ which the n likeliest are returned. Names and shapes are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from minivllm.engine.detokenizer import Detokenizer, NullDetokenizer
+from minivllm.engine.detokenizer import AnswerFinder, Detokenizer, NullDetokenizer
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest
 from minivllm.plan import Delta, PositionLogprobs
@@ -117,14 +117,14 @@ class _Choice:
         self.stop_reason: int | str | None = None
         self.in_core = True  # the engine core has not ended it, nor been told to
         self.last_token_time = 0.0
-        self.new_text = ""
+        self.new_texts: list[str] = []
         self.num_sent = 0  # tokens handed out, for kind "delta"
 
     def take(self, delta: Delta, now: float) -> None:
         hides_stop_token = delta.finish_reason == "stop" and not self.parent.params.include_stop_str_in_output
         num_before = self.detokenizer.num_tokens
         shown = delta.token_ids[:-1] if hides_stop_token else delta.token_ids
-        self.new_text += self.detokenizer.push(shown, finished=delta.finish_reason is not None)
+        self.new_texts.append(self.detokenizer.push(shown, finished=delta.finish_reason is not None))
         token_ids = delta.token_ids
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if self.detokenizer.stopped_by is not None:
@@ -138,12 +138,13 @@ class _Choice:
 
     def end(self, reason: str) -> None:
         """Ended from outside: the text that was held back is shown."""
-        self.new_text += self.detokenizer.push((), finished=True)
+        self.new_texts.append(self.detokenizer.push((), finished=True))
         self.finish_reason = reason
 
     def output(self, only_new: bool) -> CompletionOutput:
-        start, text = (self.num_sent, self.new_text) if only_new else (0, self.detokenizer.text)
-        self.num_sent, self.new_text = len(self.token_ids), ""
+        start, text = (self.num_sent, "".join(self.new_texts)) if only_new else (0, self.detokenizer.text)
+        self.num_sent = len(self.token_ids)
+        self.new_texts.clear()
         reports = self.logprobs is not None or self.parent.params.selects
         logprobs = None if self.logprobs is None else self.logprobs[:]
         if only_new and logprobs:
@@ -185,6 +186,7 @@ class _Parent:
         tokenizer: TextTokenizer | None,
         arrival_time: float,
         kind: Kind,
+        find_answer: Callable[[], AnswerFinder] | None,
     ):
         self.id = request_id
         self.prompt = prompt
@@ -192,6 +194,7 @@ class _Parent:
         self.params = params
         self.tokenizer = tokenizer if params.detokenize else None
         self.kind = kind
+        self.find_answer = find_answer
         self.metrics = RequestMetrics(arrival_time)
         self.choices: dict[str, _Choice] = {}
         self.num_live = 0  # choices that have not finished
@@ -204,7 +207,7 @@ class _Parent:
         detokenizer = (
             NullDetokenizer()
             if self.tokenizer is None
-            else Detokenizer(self.tokenizer, self.params, self.prompt_token_ids)
+            else Detokenizer(self.tokenizer, self.params, self.prompt_token_ids, self.find_answer)
         )
         choice = self.choices[child_id] = _Choice(self, len(self.choices), detokenizer)
         self.metrics.num_choices = self.num_live = len(self.choices)
@@ -276,14 +279,16 @@ class OutputProcessor:
         child_ids: Sequence[str],
         arrival_time: float,
         kind: Kind = "cumulative",
+        find_answer: Callable[[], AnswerFinder] | None = None,
     ) -> None:
         """Expect outputs. child_ids: the params.num_sequences ids that the engine core will use. params: resolved.
+        find_answer: for a model that thinks, of each output.
 
         kind: each output holds everything so far, only what is new, or ("final") there is one output, at the end.
         """
         if request_id in self._parents or any(child_id in self._choices for child_id in child_ids):
             raise BadRequest(f'request id "{request_id}" is in use', "request_id")
-        parent = _Parent(request_id, prompt, prompt_token_ids, params, self._tokenizer, arrival_time, kind)
+        parent = _Parent(request_id, prompt, prompt_token_ids, params, self._tokenizer, arrival_time, kind, find_answer)
         self._parents[request_id] = parent
         for child_id in child_ids:
             self._choices[child_id] = parent.add_choice(child_id)

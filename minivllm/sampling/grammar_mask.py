@@ -11,6 +11,9 @@ How it meets other parameters:
 - ignore_eos does the same up to max_tokens;
 - allowed_token_ids, bad_words and logit_bias apply as well. If they leave nothing, the request ends with an error.
 
+Behind a prelude (structured/prelude.py) it is the answer that is as long as min_tokens, and that a bias towards a token
+that ends it makes shorter: in the prelude such a bias is withheld.
+
 Grammars are followed in the step that all share, and a library may follow a client's for seconds: the ways to read its
 text so far grow with the text. So a request ends with an error when following its last token and finding its mask took
 over TOKEN_SECONDS; when the slow ones of a grammar took over STEP_SECONDS in one step (a request has many sequences);
@@ -34,6 +37,8 @@ from minivllm.request import SamplingParams
 from minivllm.sampling.processors import NEG_INF
 from minivllm.structured.base import CompiledGrammar, Grammar
 from minivllm.structured.compiler import GrammarCompiler
+from minivllm.structured.escape import Escape
+from minivllm.structured.prelude import PreludeGrammar
 from minivllm.upload import upload
 
 # [256, 8]: the largest logit that each of the eight tokens of a mask's byte may have. A minimum has no branches: it
@@ -56,8 +61,19 @@ class _Row:
     compiled: CompiledGrammar
     stop_mask: np.ndarray  # [words] int32: the request's stop tokens
     end_mask: np.ndarray  # [words] int32: those, and the end-of-sequence tokens
-    remaining: int  # tokens until min_tokens
+    min_tokens: int
+    prelude: PreludeGrammar | Escape | None  # the same grammar, if it begins behind one
+    withheld: dict[int, float]  # by token: bias in the prelude
+    num_tokens: int = 0  # of the output
     seconds: float = 0.0  # that following its last token took
+
+    @property
+    def num_answered(self) -> int:
+        return self.num_tokens if self.prelude is None else self.prelude.num_answered
+
+    @property
+    def has_answer(self) -> bool:
+        return self.prelude is None or self.prelude.has_answer
 
 
 class GrammarMask:
@@ -89,12 +105,16 @@ class GrammarMask:
         assert len(vocabulary) == self.vocab_size
         compiled = self.compiler.compile(params.structured)
         stop_mask = vocabulary.mask_of(params.stop_token_ids)
-        state = _Row(compiled.start(), compiled, stop_mask, stop_mask | vocabulary.eos_mask, params.min_tokens)
-        self.states[row] = state
+        grammar = compiled.start()
+        prelude = grammar if params.structured.prelude is not None else None
+        assert prelude is None or isinstance(prelude, PreludeGrammar | Escape)
+        withheld = {} if prelude is None else params.biases_to_end(params.eos_token_ids)
+        masks = stop_mask, stop_mask | vocabulary.eos_mask
+        state = self.states[row] = _Row(grammar, compiled, *masks, params.min_tokens, prelude, withheld)
         begin = self.clock()
         for token in output:  # a request that resumes after a preemption
             state.grammar.accept(token)
-            state.remaining -= 1
+            state.num_tokens += 1
             if (seconds := self.clock() - begin) > RESUME_SECONDS:
                 self._fail(row, f"following what has come of the output took {1e3 * seconds:.0f} ms", RESUME_SECONDS)
                 break
@@ -113,10 +133,17 @@ class GrammarMask:
         begin = self.clock()
         state.grammar.accept(token)
         state.seconds = self._spent(state, self.clock() - begin)
-        state.remaining -= 1
+        state.num_tokens += 1
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
-        return self.apply_masks(logits, *self.fill(rows))
+        logits = self.apply_masks(logits, *self.fill(rows))
+        for i, row in enumerate(rows.tolist()):
+            state = self.states.get(row)
+            if state is not None and state.withheld and not state.has_answer:
+                tokens = upload(np.fromiter(state.withheld, np.int64), logits.device)
+                bias = upload(np.fromiter(state.withheld.values(), np.float32), logits.device)
+                logits[i, tokens] -= bias  # LogitBias adds it
+        return logits
 
     def fill(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """-> which of `rows` [S] have a grammar [N] int64, and their masks [N, words] int32."""
@@ -156,7 +183,7 @@ class GrammarMask:
 
     def _end(self, mask: np.ndarray, state: _Row) -> None:
         """What min_tokens and stop_token_ids change of a mask, in place."""
-        if state.remaining > 0:
+        if state.num_answered < state.min_tokens:
             going_on = mask & ~state.end_mask
             if going_on.any():
                 mask[:] = going_on

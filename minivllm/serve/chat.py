@@ -58,6 +58,7 @@ from minivllm.serve.reasoning.ask import (
     thinking,
     with_thinking,
 )
+from minivllm.serve.structured import is_of_raw_text
 from minivllm.serve.tools.answer import Answer, PlainAnswer, ToolAnswer
 from minivllm.serve.tools.ask import ToolUse, asked, enforced
 from minivllm.serve.tools.forms import Writing
@@ -89,9 +90,10 @@ def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
     check_context(service, [prompt], max_tokens, "messages", name)
     reports = {"top_logprobs": body.top_logprobs, "prompt_logprobs": body.prompt_logprobs}
     check_logprobs(service, reports, [prompt])
-    thought, tokenizer = thinking(body, text, service.reasoning_parser), service.engine.tokenizer
+    may_call = use.schemas if use.mode == "auto" else ()
+    thought, tokenizer = thinking(body, text, service.reasoning_parser, may_call), service.engine.tokenizer
     if thought is not None:
-        params = with_thinking(params, thought, budget(body), use.mode == "auto", tokenizer)
+        params = with_thinking(params, thought, budget(body), tokenizer)
     if body.use_beam_search:
         room = service.engine.max_model_len - len(prompt.token_ids)
         params = beam_search(body, min(max_tokens or room, room))
@@ -100,6 +102,7 @@ def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
     job.ignored = ignored_effort(body, service)
     if thought is not None:
         job.thinking, job.usage.completion_tokens_details = thought.tokens(tokenizer), ReasoningTokens()
+        job.find_answer = thought.reader
     return job, ChatShape(job.id, service, body, partial(make_answer, use, parser, thought))
 
 
@@ -123,11 +126,11 @@ def for_tools(
     params: SamplingParams, use: ToolUse, parser: type[ToolParser] | None, service: Service
 ) -> SamplingParams:
     """With the grammar of a forced call, or, where the model may call, with a way out of the grammar that its answer is
-    held to; and with special tokens in the text if a call's markers are such."""
+    held to, unless that is about the raw text; and with special tokens in the text if a call's markers are such."""
     special = partial(special_id, service.engine.tokenizer)
     if (schema := enforced(use)) is not None:
         params = params.replace(structured=StructuredParams(json=schema, disable_any_whitespace=True, field=use.field))
-    elif parser is not None and params.structured is not None:
+    elif parser is not None and params.structured is not None and not is_of_raw_text(params.structured):
         params = params.replace(structured=beside_calls(params.structured, use, parser, special))
     hidden = any(special(marker) is not None for marker in (parser.markers if parser else ()))
     return params.replace(skip_special_tokens=False) if hidden else params

@@ -15,7 +15,7 @@ import hashlib
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,7 @@ from minivllm.serve.tools.parsers import ToolParser
 
 LONGEST_TOKEN = 256  # characters: no vocabulary has longer ones
 PER_CHOICE = 16  # that making a choice takes as long as, in log-probabilities
+PER_TOKEN = 8  # that telling thinking from the answer takes as long as, in characters that are parsed
 ENDED_AT_ONCE = 32  # prompts of a request that nobody waits for any more
 DONE = b"data: [DONE]\n\n"
 
@@ -186,6 +187,7 @@ class Job:
     client: str = ""  # whose share of the engine it takes (keys.Keys.share_of)
     ignored: dict[str, str] = field(default_factory=dict)  # fields that this model has no use for, and why
     thinking: ThinkingTokens | None = None  # what counts the tokens of a model that thinks
+    find_answer: Callable[[], ReasoningReader] | None = None  # in one text of such a model: what stops look at
     usage: Usage = field(default_factory=Usage)
     num_generated: Counter[int] = field(default_factory=Counter)  # by choice
     deadline: Deadline | None = None  # of its HTTP request
@@ -233,7 +235,7 @@ class Job:
                     raise_if_failed(output, self.params)
                     if self.score_only:
                         drop_answer(output)
-                    self._count(i, output)
+                    self._count(i, output, await self._num_thinking(i, output))
                     if output.finished:
                         del unfinished[i]
                     yield i, output
@@ -295,15 +297,25 @@ class Job:
             lora_request=self.service.adapter_of(self.body) or None,
             client=self.client,
             on_start=self.made.append,
+            find_answer=self.find_answer,
         )
 
-    def _count(self, prompt: int, output: RequestOutput) -> None:
+    async def _num_thinking(self, prompt: int, output: RequestOutput) -> int | None:
+        """Of its tokens. None: nobody tells them apart."""
+        if (thinking := self.thinking) is None:
+            return None
+
+        def count() -> int:
+            return sum(thinking.count(self.choice(prompt, out.index), out.token_ids) for out in output.outputs)
+
+        return await by_size(PER_TOKEN * sum(len(out.token_ids) for out in output.outputs), count, self.client)
+
+    def _count(self, prompt: int, output: RequestOutput, num_thinking: int | None) -> None:
         for out in output.outputs:
             self.num_generated[self.choice(prompt, out.index)] += len(out.token_ids)
             self.usage.completion_tokens += len(out.token_ids)
-            if self.thinking is not None:
-                count = self.thinking.count(self.choice(prompt, out.index), out.token_ids)
-                self.usage.completion_tokens_details = ReasoningTokens(self.num_thinking + count)
+        if num_thinking is not None:
+            self.usage.completion_tokens_details = ReasoningTokens(self.num_thinking + num_thinking)
         if output.finished:
             num_prompt = len(self.prompts[prompt].token_ids)
             self.usage.prompt_tokens += num_prompt
@@ -363,7 +375,19 @@ async def answer(job: Job, shape: Shape) -> Answer:
         whole.metrics = job.timings
         return whole
 
-    return await by_size(sum(map(num_reported, ordered)) + PER_CHOICE * job.num_sequences, made, job.client)
+    return await by_size(sum(map(size_of, ordered)) + PER_CHOICE * job.num_sequences, made, job.client)
+
+
+async def whole_choice(job: Job, shape: Shape, output: RequestOutput) -> Any:
+    """Of a job that has one."""
+    (out,) = output.outputs
+    return await by_size(size_of(output), partial(shape.whole, 0, job.prompts[0], output, out), job.client)
+
+
+def size_of(output: RequestOutput) -> int:
+    """What a whole answer is made of, in units of off_loop.SHORT: log-probabilities, and characters, which are
+    parsed."""
+    return num_reported(output) + sum(len(out.text) for out in output.outputs)
 
 
 def num_reported(output: RequestOutput) -> int:

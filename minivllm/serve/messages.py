@@ -24,7 +24,7 @@ from minivllm.serve import bodies, chat, errors, generation, messages_protocol, 
 from minivllm.serve.bodies import taken, worked_out
 from minivllm.serve.chat import ChatShape
 from minivllm.serve.connection import EventStream, JSONAnswer, reply
-from minivllm.serve.generation import Job, Service, attach, final_outputs, new_id
+from minivllm.serve.generation import Job, Service, attach, final_outputs, new_id, whole_choice
 from minivllm.serve.messages_protocol import (
     AdaptiveThinking,
     AutoChoice,
@@ -279,7 +279,7 @@ def stopped(finish_reason: str | None, out: CompletionOutput) -> dict[str, str |
 async def answer(job: Job, shape: ChatShape) -> MessageAnswer:
     (output,) = await final_outputs(job)
     (out,) = output.outputs
-    choice = shape.whole(0, job.prompts[0], output, out)
+    choice = await whole_choice(job, shape, output)
     text, calls = choice.message.content, choice.message.tool_calls or ()
     thought = choice.message.reasoning or ""
     content: list[Any] = [ThinkingAnswer(thought, signature(thought))] if thought else []

@@ -30,6 +30,7 @@ from minivllm.serve.connection import JSONAnswer, LineStream, reply
 from minivllm.serve.generation import Job, Service, attach, final_outputs
 from minivllm.serve.infill import infill_of
 from minivllm.serve.logprobs import likely_tokens
+from minivllm.serve.off_loop import by_size
 from minivllm.serve.ollama_protocol import (
     OllamaAnswer,
     OllamaAnswerMessage,
@@ -98,7 +99,8 @@ def prepare_completion(body: OllamaGenerateRequest, name: str | None, service: S
     job.params = called(job.params, "format")
     if thought is None:
         return job, PlainAnswer()
-    job.params = with_thinking(job.params, thought, None, False, service.engine.tokenizer)
+    job.params = with_thinking(job.params, thought, None, service.engine.tokenizer)
+    job.find_answer = thought.reader
     return job, thought.answer(PlainAnswer())
 
 
@@ -285,8 +287,8 @@ def nanoseconds(seconds: float) -> int:
 
 
 async def chat_answer(job: Job, shape: ChatShape, body: OllamaChatRequest) -> OllamaChatAnswer:
-    output, out = await last_output(job)
-    choice = shape.whole(0, job.prompts[0], output, out)
+    output, _ = await last_output(job)
+    choice = await generation.whole_choice(job, shape, output)
     message = OllamaAnswerMessage(content=choice.message.content or "", thinking=choice.message.reasoning or UNSET)
     for call in choice.message.tool_calls or ():
         add_call(message, call)
@@ -359,7 +361,7 @@ class Calls:
 
 async def text_answer(job: Job, body: OllamaGenerateRequest, answer: Answer) -> OllamaGenerateAnswer:
     output, out = await last_output(job)
-    message = answer.message(out.text)
+    message = await by_size(len(out.text), lambda: answer.message(out.text), job.client)
     return OllamaGenerateAnswer(
         model=body.model or job.model,
         response=message.content or "",

@@ -17,7 +17,7 @@ import msgspec
 from minivllm.errors import BadRequest
 from minivllm.serve import chat, errors, protocol, structured
 from minivllm.serve.chat import ChatShape
-from minivllm.serve.generation import Job, Service, final_outputs
+from minivllm.serve.generation import Job, Service, final_outputs, whole_choice
 from minivllm.serve.protocol import ChatChunkChoice, ChatDelta, ChatRequest, Message, TokenLogprob
 from minivllm.serve.responses_protocol import (
     AllowedChoice,
@@ -397,8 +397,7 @@ class Writer:
                 pass
             return self.response
         (output,) = await final_outputs(self.job)
-        (out,) = output.outputs
-        choice = self.shape.whole(0, self.job.prompts[0], output, out)
+        choice = await whole_choice(self.job, self.shape, output)
         whole = protocol.ChatDelta(content=choice.message.content, tool_calls=as_parts(choice.message.tool_calls))
         whole.reasoning = choice.message.reasoning or None
         for _ in [*self.items.take(whole), *self.finish(choice.finish_reason)]:

@@ -69,6 +69,12 @@ def structured_params(
     return found[0] if found else None
 
 
+def is_of_raw_text(params: StructuredParams) -> bool:
+    """Whether all that the model writes behind its thinking is held to it, as vLLM's own fields say, and no call may
+    come in its place, as beside response_format."""
+    return params.field.startswith(("structured_outputs", "guided_"))
+
+
 def called(params: SamplingParams, field: str) -> SamplingParams:
     """For a request that was translated into another: the engine, which compiles its grammar once it runs, complains of
     the field that the client has sent."""

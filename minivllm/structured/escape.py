@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minivllm.structured.base import CompiledGrammar, Vocabulary
-from minivllm.structured.prelude import CompiledFree
+from minivllm.structured.prelude import CompiledFree, PreludeGrammar
 
 
 class CompiledEscape:
@@ -62,6 +62,21 @@ class Escape:
     def is_terminated(self) -> bool:
         place = self._places[-1]
         return self._outside.is_terminated if place.has_left else place.in_grammar and self._inner.is_terminated
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether what comes outside is a prelude that is over, or there is none."""
+        place = self._places[-1]
+        if place.has_left:
+            return isinstance(self._outside, PreludeGrammar) and self._outside.has_answer
+        return len(self._places) > 1 and not place.ways
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens behind a prelude."""
+        if self._places[-1].has_left and isinstance(self._outside, PreludeGrammar):
+            return self._outside.num_answered
+        return len(self._places) - 1
 
     def accept(self, token: int) -> bool:
         place, vocabulary = self._places[-1], self._compiled.vocabulary

@@ -140,6 +140,16 @@ class PreludeGrammar:
         follower = self._places[-1].follower
         return follower is not None and self._followers[follower].is_terminated
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether the prelude is over."""
+        return self._places[-1].follower is not None
+
+    @property
+    def num_answered(self) -> int:
+        """Tokens behind the prelude."""
+        return self._places[-1].num_followed
+
     def accept(self, token: int) -> bool:
         place = self._places[-1]
         if place.follower is not None:

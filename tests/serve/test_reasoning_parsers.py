@@ -99,6 +99,24 @@ def test_any_text_is_read_alike_however_it_is_cut(name, start, text, places):
     assert read(name, pieces, start) == read(name, [text], start) == read(name, text, start)
 
 
+BARE = '<|channel|>{} to=tide <|constrain|>json<|message|>{{"port": "Brest"}}<|call|>'
+
+
+@pytest.mark.parametrize("channel", ["commentary", "analysis"])
+def test_a_call_of_an_offered_tool_is_no_thinking_though_its_namespace_is_missing(channel):
+    text = f"{ANALYSIS}Hm.{NEXT}{BARE.format(channel)}"
+    for pieces in [text], text:
+        reader = REASONING_PARSERS.get("openai_gptoss")(FRESH, {"tide"})
+        events = [event for piece in pieces for event in reader.push(piece)] + reader.end()
+        assert "".join(event.text for event in events if isinstance(event, Thought)) == "Hm."
+        assert "".join(event.text for event in events if not isinstance(event, Thought)) == BARE.format(channel)
+
+
+def test_a_call_of_the_models_own_tool_in_its_thinking_is_thinking():
+    text = "<|channel|>analysis to=python code<|message|>1 + 1<|call|>"
+    assert read("openai_gptoss", text) == ("1 + 1", "")
+
+
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "mistral", "granite"])
 def test_what_cannot_be_a_marker_is_told_at_once(name):
     parser = REASONING_PARSERS.get(name)

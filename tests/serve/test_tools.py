@@ -240,14 +240,18 @@ BAD = [
 
 
 def test_a_form_for_the_answer_goes_with_tools(ask, fake):
-    """An answer follows it, a call need not: a call that is forced follows its own schema alone."""
-    for form, kind in (({"response_format": {"type": "json_object"}}, "json_object"), (CHOICE, "choice")):
+    """An answer follows it, a call need not, unless the form is of the raw text: a call that is forced follows its own
+    schema alone."""
+    for form, kind, beside in (
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        (CHOICE, "choice", False),
+    ):
         asked = {}
         for choice in ("none", "auto", "required"):
             ask("{}", tool_choice=choice, **form)
             asked[choice] = fake.engine.calls[-1].params.structured
         assert asked["none"].kind == asked["auto"].kind == kind and asked["required"].kind == "json"
-        assert [bool(asked[choice].calls) for choice in asked] == [False, True, False]
+        assert [bool(asked[choice].calls) for choice in asked] == [False, beside, False]
         assert ask("{}", tool_choice="auto", **form).choices[0].message.content == "{}"
         called = ask('<tool_call>{"name": "now", "arguments": {}}</tool_call>', tool_choice="auto", **form).choices[0]
         assert called.message.tool_calls[0].function.name == "now"

@@ -15,6 +15,7 @@ TEMPLATES = {
     "glm45": "<tool_call>{{ call.name }}\\n<arg_key>{{ key }}</arg_key>\\n<arg_value>{{ value }}</arg_value>",
     "hermes": '<tool_call>\\n{"name": {{ call.name }}, "arguments": {{ call.arguments }}}\\n</tool_call>',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ call.type }}<｜tool▁sep｜>{{ call.name }}",
+    "deepseek_v32": '<｜DSML｜function_calls>\\n<｜DSML｜invoke name="{{ call.name }}">',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>",
     "openai": "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>{}<|call|>",
     "cohere_command": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": {{ call.name }}, "parameters": {}}]',
@@ -26,6 +27,7 @@ TEMPLATES = {
     "llama3_json": 'Environment: ipython {"name": function name, "parameters": dictionary} <|python_tag|>',
 }
 MORE = {
+    "deepseek_v32": "{{ '<' + '｜DSML｜' + 'invoke name=' }}",
     "cohere_command": 'Write "Action:" and a list: {"tool_name": ..., "parameters": ...}',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>arguments<｜tool▁call▁end｜>",
     "llama3_json": 'Environment: ipython {"name": function name, "parameters": dictionary}',

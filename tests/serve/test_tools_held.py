@@ -78,7 +78,8 @@ def check(name: str, text: str) -> list[str]:
 
 def test_the_formats_of_json_have_a_form():
     assert set(TOOL_PARSERS.names()) - set(FORMATS) == {
-        "qwen3_coder", "qwen3_xml", "glm45", "glm47", "pythonic", "llama4_pythonic", "openai"
+        "qwen3_coder", "qwen3_xml", "glm45", "glm47", "deepseek_v32", "deepseek_v4", "pythonic", "llama4_pythonic",
+        "openai",
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from minivllm.serve.tools.ask import ToolUse
 from minivllm.serve.tools.forms import Writing
 from minivllm.serve.tools.parsers import ArgumentsParser, ArrayParser
 from minivllm.serve.tools.reader import Arguments, CallBegin, CallEnd, Content
+from tests.serve.call_forms import FORMS, array, cohere, deepseek, granite, granite_20b, harmony, hermes, kimi
 
 PROPERTIES = {
     "city": {"type": "string"},
@@ -55,160 +56,13 @@ CALL = st.tuples(st.just("get_weather"), TYPED) | st.just(("now", {})) | st.just
 TYPED_CALLS = st.lists(CALL, min_size=1, max_size=3)
 PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=", "<｜tool▁calls▁begin｜>"]
 PIECES += ["<|tool_call|>", "<|action_start|>", "functools", "Action:", "<|START_ACTION|>", "```json", "[add("]
-PIECES += ['{"name": "add"', '"add"', *'ab<{}[]";, \n']
+PIECES += ['{"name": "absent"', '"add"', *'ab<{}[]";, \n']
 WORDS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 PLAIN = WORDS.map(lambda text: re.sub(r"[<\[]|functools|Action:", "", text))
 
 
-def dumps(value, **kwargs):
-    return json.dumps(value, ensure_ascii=False, **kwargs)
-
-
-def objects(calls, name="name", arguments="arguments", **kwargs):
-    return [dumps({name: n, arguments: a}, **kwargs) for n, a in calls]
-
-
-def listed(calls, *keys):
-    return f"[{', '.join(objects(calls, *keys))}]"
-
-
-def hermes(calls, before, after):
-    written = [f"<tool_call>\n{call}\n</tool_call>" for call in objects(calls)]
-    return before + "\n".join(written) + after
-
-
-def llama(calls, before, after):
-    return "; ".join(objects(calls, "name", "parameters", indent=1))
-
-
-def mistral(calls, before, after):
-    return before + "[TOOL_CALLS] " + listed(calls) + after
-
-
-def mistral_v11(calls, before, after):
-    return before + "".join(f"[TOOL_CALLS]{n}[ARGS]{dumps(a)}" for n, a in calls) + after
-
-
-def array(calls, before, after):
-    return listed(calls, "name", "parameters")
-
-
-def granite(calls, before, after):
-    return f"{before}<|tool_call|>{listed(calls)}{after}"
-
-
-def granite_20b(calls, before, after):
-    return before + "\n".join(f"<function_call> {call}" for call in objects(calls)) + after
-
-
-def internlm(calls, before, after):
-    written = [f"<|action_start|><|plugin|>\n{call}<|action_end|>\n" for call in objects(calls, "name", "parameters")]
-    return before + "".join(written) + after
-
-
-def phi(calls, before, after):
-    return f"{before}functools{listed(calls)}{after}"
-
-
-def cohere(calls, before, after):
-    return f"{before}<|START_ACTION|>{listed(calls, 'tool_name', 'parameters')}<|END_ACTION|>{after}"
-
-
-def cohere_fence(calls, before, after):
-    return f"{before}\nAction: ```json\n{listed(calls, 'tool_name', 'parameters')}\n```{after}"
-
-
-def deepseek(calls, before, after):
-    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    written = [f"{begin}function{sep}{n}\n```json\n{dumps(a)}\n```{end}" for n, a in calls]
-    return before + "<｜tool▁calls▁begin｜>" + "\n".join(written) + "<｜tool▁calls▁end｜>" + after
-
-
-def deepseek_v31(calls, before, after):
-    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    written = [f"{begin}{n}{sep}{dumps(a)}{end}" for n, a in calls]
-    return before + "<｜tool▁calls▁begin｜>" + "".join(written) + "<｜tool▁calls▁end｜>" + after
-
-
-def kimi(calls, before, after):
-    begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-    written = [f"{begin}functions.{n}:{i}{middle}{dumps(a)}{end}" for i, (n, a) in enumerate(calls)]
-    return before + "<|tool_calls_section_begin|>" + "".join(written) + "<|tool_calls_section_end|>" + after
-
-
-def harmony(calls, before, after):
-    said = [f"<|channel|>commentary<|message|>{before}<|end|>"] if before else []
-    for name, arguments in calls:
-        to = f"commentary to=functions.{name} <|constrain|>json"
-        said.append(f"<|channel|>{to}<|message|>{dumps(arguments)}<|call|>")
-    said += [f"<|channel|>final<|message|>{after}<|return|>"] if after else []
-    return "<|channel|>analysis<|message|>Hm <|.<|end|><|start|>assistant" + "<|start|>assistant".join(said)
-
-
-def harmony_role(calls, before, after):
-    written = [f" to=functions.{n}<|channel|>commentary json<|message|>{dumps(a)}<|call|>" for n, a in calls]
-    return "<|start|>assistant".join(written)
-
-
-def as_text(value):
-    return value if isinstance(value, str) else dumps(value)
-
-
-def qwen3_coder(calls, before, after):
-    for name, arguments in calls:
-        values = [f"<parameter={key}>\n{as_text(value)}\n</parameter>\n" for key, value in arguments.items()]
-        before += f"<tool_call>\n<function={name}>\n{''.join(values)}</function>\n</tool_call>\n"
-    return before + after
-
-
-def glm(calls, before, after, gap="\n"):
-    for name, arguments in calls:
-        before += f"<tool_call>{name}{gap}"
-        for key, value in arguments.items():
-            before += f"<arg_key>{key}</arg_key>{gap}<arg_value>{as_text(value)}</arg_value>{gap}"
-        before += "</tool_call>"
-    return before + after
-
-
-def glm47(calls, before, after):
-    return glm(calls, before, after, gap="")
-
-
-def pythonic(calls, before, after):
-    written = [f"{n}({', '.join(f'{key}={value!r}' for key, value in a.items())})" for n, a in calls]
-    return f"[{', '.join(written)}]"
-
-
-def llama4(calls, before, after):
-    return f"{before}<|python_start|>{pythonic(calls, '', '')}<|python_end|>{after}"
-
-
-JSON = {
-    "hermes": ("hermes", hermes),
-    "llama3_json": ("llama3_json", llama),
-    "mistral": ("mistral", mistral),
-    "mistral v11": ("mistral", mistral_v11),
-    "array": (ArrayParser, array),
-    "granite": ("granite", granite),
-    "granite-20b-fc": ("granite-20b-fc", granite_20b),
-    "internlm": ("internlm", internlm),
-    "phi4_mini_json": ("phi4_mini_json", phi),
-    "cohere_command": ("cohere_command", cohere),
-    "cohere_command fence": ("cohere_command", cohere_fence),
-    "deepseek_v3": ("deepseek_v3", deepseek),
-    "deepseek_v31": ("deepseek_v3", deepseek_v31),
-    "kimi_k2": ("kimi_k2", kimi),
-    "openai": ("openai", harmony),
-    "openai role": ("openai", harmony_role),
-}
-OTHER = {
-    "qwen3_coder": ("qwen3_coder", qwen3_coder),
-    "glm45": ("glm45", glm),
-    "glm47": ("glm45", glm47),
-    "pythonic": ("pythonic", pythonic),
-    "llama4_pythonic": ("pythonic", llama4),
-}
-FORMATS = JSON | OTHER
+FORMATS = {name: (form.parser, form.write) for name, form in FORMS.items()}
+JSON = {name: FORMATS[name] for name, form in FORMS.items() if form.is_json}
 PARSERS = sorted({parser for parser, _ in FORMATS.values() if isinstance(parser, str)})
 
 
@@ -376,7 +230,9 @@ NONE = [
     ("llama3_json", '{"city": "Paris", "name": "add"}'),
     ("llama3_json", '{"name": "add"}'),
     ("llama3_json", 'Call {"name": "add", "parameters": {}}'),
-    ("llama3_json", '<|python_tag|>add.call(a="1")'),
+    ("llama3_json", '<|python_tag|>subtract.call(a="1")'),
+    ("llama3_json", "<|python_tag|>import add\nadd.call(a=1)"),
+    ("llama3_json", "<function=subtract>{}</function>"),
     ("mistral", "[TOOL_CALLS] []"),
     ("mistral", "[TOOL_CALLS]subtract{}"),
     ("mistral", "[TOOL"),
@@ -477,6 +333,15 @@ def test_ids_look_as_the_models_templates_want_them():
     assert re.fullmatch(r"[A-Za-z0-9]{9}", TOOL_PARSERS.get("mistral").new_id())
 
 
+def test_a_mistral_calls_id_is_the_models_own_but_never_twice_and_in_the_models_form():
+    text = "".join(
+        f"[TOOL_CALLS]now[CALL_ID]{id}[ARGS]{{}}" for id in ("a1B2c3D4e", "a1B2c3D4e", "call_1", "b1B2c3D4e")
+    )
+    first, second, third, fourth = (call.id for call in ToolAnswer(make("mistral")).message(text).tool_calls)
+    assert (first, fourth) == ("a1B2c3D4e", "b1B2c3D4e") and first != second
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in (second, third))
+
+
 def test_a_kimi_calls_id_is_the_models_own_but_never_twice():
     written = kimi([("add", {}), ("add", {}), ("now", {})], "", "").replace("add:1", "add:0")
     first, second, third = (call.id for call in ToolAnswer(make("kimi_k2")).message(written).tool_calls)
@@ -489,7 +354,7 @@ def test_a_call_begins_as_the_forms_of_its_format_do(name):
     parser, write = FORMATS[name]
     use = ToolUse("auto", tuple(Function(name=each) for each in FUNCTIONS))
     forms = TOOL_PARSERS.get(parser).forms(Writing(use, lambda text: (text,)))
-    if name != "openai":  # with a recipient in the channel, it is no text to tell it by
+    if parser != "openai" or name.endswith("role"):  # with a recipient in the channel, it is no text to tell it by
         assert write(SAID, "", "").lstrip("\n").startswith(tuple(text for texts, *_ in forms for text in texts))
 
 

@@ -25,13 +25,9 @@ class ReasoningAnswer:
         self.reader, self.rest, self.shown = reader, rest, shown
 
     def message(self, text: str) -> ChatMessage:
-        thought = rest = ""
-        for event in [*self.reader.push(text), *self.reader.end()]:
-            if isinstance(event, Thought):
-                thought += event.text
-            else:
-                rest += event.text
-        message = self.rest.message(rest)
+        events = [*self.reader.push(text), *self.reader.end()]
+        thought = "".join(event.text for event in events if isinstance(event, Thought))
+        message = self.rest.message("".join(event.text for event in events if not isinstance(event, Thought)))
         message.content = message.content or (None if thought else message.content)
         if self.shown:
             message.reasoning = message.reasoning_content = thought or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from minivllm.request import SamplingParams
 from minivllm.serve.protocol import ChatRequest
 from minivllm.serve.reasoning.answer import ReasoningAnswer, ThinkingTokens
 from minivllm.serve.reasoning.reader import ReasoningReader, Start
+from minivllm.serve.structured import is_of_raw_text
 from minivllm.serve.tools.answer import Answer
 from minivllm.structured.params import Pattern, Prelude, StructuredParams
 
@@ -32,9 +33,10 @@ class Thinking:
     parser: type[ReasoningReader]
     start: Start
     shown: bool
+    functions: Collection[str] = ()  # that the answer may call
 
     def reader(self) -> ReasoningReader:
-        return self.parser(self.start)
+        return self.parser(self.start, self.functions)
 
     def answer(self, rest: Answer) -> Answer:
         return ReasoningAnswer(self.reader(), rest, self.shown)
@@ -43,9 +45,11 @@ class Thinking:
         return ThinkingTokens(self.reader, tokenizer)
 
 
-def thinking(body: ChatRequest, prompt: str, parser: type[ReasoningReader] | None) -> Thinking | None:
-    """prompt: as rendered. None: nobody here tells this model's thinking from its answers. Raises BadRequest for a
-    budget that could not be kept."""
+def thinking(
+    body: ChatRequest, prompt: str, parser: type[ReasoningReader] | None, functions: Collection[str] = ()
+) -> Thinking | None:
+    """prompt: as rendered. functions: that the answer may call. None: nobody here tells this model's thinking from its
+    answers. Raises BadRequest for a budget that could not be kept."""
     if parser is None:
         if budget(body) is not None:
             why = "thinking_token_budget needs a model whose thinking can be read"
@@ -53,7 +57,7 @@ def thinking(body: ChatRequest, prompt: str, parser: type[ReasoningReader] | Non
         return None
     begun = body.messages[-1].content if body.continue_final_message else None
     begun = begun if begun is None or isinstance(begun, str) else "\n".join(part.text or "" for part in begun)
-    return Thinking(parser, parser.start_of(prompt, begun), body.include_reasoning is not False)
+    return Thinking(parser, parser.start_of(prompt, begun), body.include_reasoning is not False, functions)
 
 
 def budget(body: ChatRequest) -> int | None:
@@ -61,31 +65,51 @@ def budget(body: ChatRequest) -> int | None:
 
 
 def with_thinking(
-    params: SamplingParams, thought: Thinking, max_tokens: int | None, may_call: bool, tokenizer: TextTokenizer
+    params: SamplingParams, thought: Thinking, max_tokens: int | None, tokenizer: TextTokenizer
 ) -> SamplingParams:
     """With special tokens in the text if the format's markers are such; and with the thinking in front of the grammar
-    that holds the answer, or of a free answer if it may take no more than max_tokens. may_call: a call of the format's
-    own needs no grammar."""
+    that holds the answer, or of a free answer if something of the request begins with it."""
     parser, special = thought.parser, partial(special_id, tokenizer)
     if any(special(marker) is not None for marker in parser.markers):
         params = params.replace(skip_special_tokens=False)
-    if thought.start is Start.BEHIND or (params.structured is None and max_tokens is None):
+    if thought.start is Start.BEHIND:
         return params
-    prelude = prelude_of(thought, special, max_tokens, params.structured is not None, may_call)
-    if params.structured is None:
-        return params.replace(structured=StructuredParams(prelude=prelude, field="thinking_token_budget"))
-    return params.replace(structured=msgspec.structs.replace(params.structured, prelude=prelude))
+    if params.structured is not None:
+        if is_of_raw_text(params.structured):
+            thought = replace(thought, functions=())  # no call leads out of it
+        prelude = prelude_of(thought, special, max_tokens, holds=True)
+        return params.replace(structured=msgspec.structs.replace(params.structured, prelude=prelude))
+    if (field := begins_behind(params, max_tokens, tokenizer)) is None:
+        return params
+    prelude = prelude_of(thought, special, max_tokens, holds=False)
+    return params.replace(structured=StructuredParams(prelude=prelude, field=field))
 
 
-def prelude_of(
-    thought: Thinking, special: Callable[[str], int | None], max_tokens: int | None, holds: bool, may_call: bool
-) -> Prelude:
-    """holds: the answer is held to something, so that nothing but an ending, or a call, leads out of the thinking."""
+def begins_behind(params: SamplingParams, max_tokens: int | None, tokenizer: TextTokenizer) -> str | None:
+    """The field of a request for a free answer for which the engine must know, token by token, where the thinking ends.
+    Stop strings are not among them: text is enough (engine/detokenizer.py). Nor is any of them where no grammar can
+    follow the tokens: they are about the whole output then."""
+    if max_tokens is not None:
+        return "thinking_token_budget"
+    ends = () if params.ignore_eos else tokenizer.eos_token_ids
+    asked = {
+        "min_tokens": params.min_tokens,
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": params.biases_to_end(ends),
+    }
+    field = next((name for name, value in asked.items() if value), None)
+    return field if field and tokenizer.has_bytes and tokenizer.eos_token_ids else None
+
+
+def prelude_of(thought: Thinking, special: Callable[[str], int | None], max_tokens: int | None, holds: bool) -> Prelude:
+    """holds: the answer is held to something, so that nothing but an ending, or a call of the format's own, leads out
+    of the thinking."""
     parser = thought.parser
     specials = {marker: token for marker in parser.markers if (token := special(marker)) is not None}
     pattern = partial(pattern_of, specials=specials)
     is_fresh = thought.start is Start.FRESH
-    leavings = parser.leavings if not holds else parser.calls if may_call else ()
+    calls = parser.calls(thought.functions) if thought.functions else ()
+    leavings = calls if holds else (*parser.leavings, *calls)
     spelled = [(ending,) for ending in parser.endings if ending in specials]  # the reader takes them in letters, too
     return Prelude(
         openings=tuple(part for opening in parser.openings for part in pattern(opening)) if is_fresh else (),

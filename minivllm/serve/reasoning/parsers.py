@@ -8,9 +8,9 @@ closed the thinking is seen in the prompt.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from minivllm.serve.reasoning.reader import ReasoningReader, Rest, Start, Thought, split
+from minivllm.serve.reasoning.reader import MAX_BLANK, ReasoningReader, Rest, Start, Thought
 
 
 class _TaggedReader(ReasoningReader):
@@ -31,11 +31,12 @@ class _TaggedReader(ReasoningReader):
         return self._opening
 
     def _opening(self) -> bool:
-        text = self._held.lstrip()
+        window = self._held[self._at : self._at + MAX_BLANK]
+        text = window.lstrip()
         if found := next((opening for opening in self.may_open if text.startswith(opening)), None):
-            self._held, self._step = text[len(found) :], self._inside
+            self._at, self._step = self._at + len(window) - len(text) + len(found), self._inside
             return True
-        if any(opening.startswith(text) for opening in self.may_open):
+        if len(window) < MAX_BLANK and any(opening.startswith(text) for opening in self.may_open):
             return False
         self._step = self._unopened
         return True
@@ -47,8 +48,9 @@ class _TaggedReader(ReasoningReader):
         return True
 
     def _behind(self) -> bool:
-        self._tell(Rest, self._held)
-        self._held = ""
+        text, self._at = self._held[self._at :], len(self._held)
+        self._tell(Rest, text)
+        self._answered.append(text)
         return False
 
 
@@ -100,7 +102,10 @@ class GraniteReader(_TaggedReader):
 
 
 CHANNEL, MESSAGE, END, START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
+NAMESPACE = "functions."
 RETURN, CALL, CONSTRAIN = "<|return|>", "<|call|>", "<|constrain|>"
+ENDS = (END, RETURN, CALL, START, CHANNEL)  # of a message; the last two begin another whose end was forgotten
+MAX_HEADER = 512  # characters
 _RECIPIENT, _CHANNEL = re.compile(r"\bto=(\S+?)(?=<\||\s|$)"), re.compile(r"<\|channel\|>\s*(\w+)")
 _SENDER = re.compile(r"^\s*(<\|start\|>)?assistant")
 
@@ -124,7 +129,11 @@ class HarmonyReader(ReasoningReader):
     farewell = f"{END}{START}assistant"
     before = f"{END}{START}assistant"
     leavings = (f"{CHANNEL}commentary",)
-    calls = (f"{CHANNEL}commentary to=functions.", f"{START}assistant to=functions.")
+
+    @classmethod
+    def calls(cls, functions: Collection[str]) -> tuple[str, ...]:
+        heads = f"{CHANNEL}commentary", f"{CHANNEL}analysis", f"{START}assistant"
+        return tuple(f"{head} to={name}" for head in heads for name in (NAMESPACE, *functions))
 
     def _first_step(self, start: Start) -> Callable[[], bool]:
         self._kind: type[Thought] | type[Rest] = Thought if start is Start.INSIDE else Rest  # of the message's text
@@ -137,24 +146,33 @@ class HarmonyReader(ReasoningReader):
     def is_inside(self) -> bool:
         return self._step == self._body and self._kind is Thought
 
+    @property
+    def is_answering(self) -> bool:
+        return self._step == self._body and self._kind is Rest
+
     def _header(self) -> bool:
-        text = self._held.lstrip()
+        header = self._held[self._at : self._at + MAX_HEADER]
+        text, end = header.lstrip(), header.find(MESSAGE)
         begins = (CHANNEL, START, MESSAGE, "to=")
-        if not text.startswith(begins) and not any(begin.startswith(text) for begin in begins):
-            self._begin("")  # no harmony at all: it is content
-            return True
-        header, marker, rest = text.partition(MESSAGE)
-        if not marker:
+        may_be_one = text.startswith(begins) or any(begin.startswith(text) for begin in begins)
+        if may_be_one and end >= 0:
+            self._at += end + len(MESSAGE)
+            self._begin(header[:end])
+        elif may_be_one and len(header) < MAX_HEADER:
             return False
-        self._held = rest
-        self._begin(header)
+        else:
+            self._begin("")  # no harmony at all: it is content
+            if marker := next((marker for marker in (START, CHANNEL) if text.startswith(marker)), ""):
+                end = len(header) - len(text) + len(marker)  # the rest would begin a header again
+                self._show(header[:end])
+                self._at += end
         return True
 
     def _begin(self, header: str) -> None:
         """header: of a message whose text comes next."""
         found, to = _CHANNEL.search(header), _RECIPIENT.search(header)
         channel, recipient = found[1] if found else "final", to[1] if to else None
-        self._is_call = recipient is not None and (channel != "analysis" or recipient.startswith("functions."))
+        self._is_call = recipient is not None and (channel != "analysis" or self._is_function(recipient))
         self._kind = Thought if channel == "analysis" and not self._is_call else Rest
         self._parting = "\n" if self._kind in self._told and not self._is_call else ""
         if self._is_call:
@@ -163,21 +181,33 @@ class HarmonyReader(ReasoningReader):
             self._tell(Rest, own + MESSAGE)
         self._step = self._body
 
+    def _is_function(self, recipient: str) -> bool:
+        """The model's own tools, such as python, are called in its thinking; in long contexts it leaves out the
+        namespace of others."""
+        return recipient.startswith(NAMESPACE) or recipient in self.functions
+
     def _body(self) -> bool:
-        before, marker, self._held = split(self._held, (END, RETURN, CALL, START, CHANNEL))
-        if before:
-            self._tell(self._kind, self._parting + before)
-            self._parting = ""
-            if not self._is_call:
-                self._told.add(self._kind)
+        before, marker = self._take_until(ENDS)
+        self._show(before)
         if marker is None:
             return False
         if self._is_call:
             self._tell(Rest, marker if marker in (END, RETURN, CALL) else CALL)
-        if marker in (START, CHANNEL):  # the end of the message was forgotten
-            self._held = marker + self._held
+        if marker in (START, CHANNEL):
+            self._at -= len(marker)
         self._step = self._header
         return True
+
+    def _show(self, text: str) -> None:
+        """More of the message's text."""
+        if not text:
+            return
+        if self._kind is Rest:
+            self._answered.append(text)
+        self._tell(self._kind, self._parting + text)
+        self._parting = ""
+        if not self._is_call:
+            self._told.add(self._kind)
 
     def end(self) -> list[Thought | Rest]:
         if self._step == self._header and "<" in self._held:  # a header that was cut off is nobody's text

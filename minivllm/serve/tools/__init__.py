@@ -34,6 +34,8 @@ TOOL_PARSERS: Registry[ToolParser] = Registry(
         "granite4": "minivllm.serve.tools.formats.hermes:HermesParser",
         "deepseek_v3": "minivllm.serve.tools.formats.deepseek_v3:DeepseekV3Parser",
         "deepseek_v31": "minivllm.serve.tools.formats.deepseek_v3:DeepseekV3Parser",
+        "deepseek_v32": "minivllm.serve.tools.formats.deepseek_v32:DeepseekV32Parser",
+        "deepseek_v4": "minivllm.serve.tools.formats.deepseek_v32:DeepseekV32Parser",
         "kimi_k2": "minivllm.serve.tools.formats.kimi_k2:KimiK2Parser",
         "openai": "minivllm.serve.tools.formats.openai:OpenaiParser",
         "cohere_command": "minivllm.serve.tools.formats.cohere_command:CohereCommandParser",

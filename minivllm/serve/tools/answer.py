@@ -43,18 +43,24 @@ class ToolAnswer:
         self.num_begun = self.num_calls = 0
 
     def message(self, text: str) -> ChatMessage:
-        content, calls = "", []
+        contents: list[str] = []
+        calls: list[ToolCall] = []
+        written: list[str] = []  # arguments of the last call
         for event in [*self.parser.push(text), *self.parser.end()]:
             match event:
                 case Content(text):
-                    content += text
+                    contents.append(text)
                 case CallBegin(name, id):
                     calls.append(ToolCall(id or self.parser.new_id(), FunctionCall(name)))
+                    written.clear()
                 case Arguments(text):
-                    calls[-1].function.arguments += text
-                case CallEnd(broken) if broken is not None:
+                    written.append(text)
+                case CallEnd(None):
+                    calls[-1].function.arguments = "".join(written)
+                case CallEnd(broken):
                     calls.pop()
-                    content += broken
+                    contents.append(broken)
+        content = "".join(contents)
         if not self.parallel:
             del calls[1:]
         self.num_calls = len(calls)

@@ -70,7 +70,7 @@ class Reader(JsonReader):
         self._events: list[Event] = []
         self._texts: list[str] = []  # the beginning of the next event, which is of this kind
         self._kind: type[Content] | type[Arguments] = Content
-        self._blank = ""  # content that is layout if a call follows
+        self._blanks: list[str] = []  # content that is layout if a call follows
         self._seen_content = self._seen_call = False
         self._reading = self.read()
         next(self._reading)
@@ -87,7 +87,7 @@ class Reader(JsonReader):
         for _ in self._reading:
             pass
         if not self._seen_call:
-            self._show(self._blank)
+            self._show("".join(self._blanks))
         return self._drain()
 
     def read(self) -> Reading:
@@ -112,13 +112,14 @@ class Reader(JsonReader):
 
     def content(self, text: str) -> None:
         """Text outside of calls. Spaces at its end wait: if a call follows, they are layout."""
-        if self._blank:
-            text = self._blank + text
         shown = text.rstrip(BLANK)
-        self._blank = text[len(shown) :]
-        if shown and self._seen_call and not self._seen_content:
-            shown = shown.lstrip(BLANK)
-        self._show(shown)
+        blank = text[len(shown) :]
+        if shown:
+            shown = "".join((*self._blanks, shown))
+            self._blanks.clear()
+            self._show(shown.lstrip(BLANK) if self._seen_call and not self._seen_content else shown)
+        if blank:
+            self._blanks.append(blank)
 
     def marker(self, *markers: str) -> Generator[None, None, str | None]:
         """Take the one of `markers` that comes; none begins with another. If none does, their common beginning may have
@@ -147,8 +148,9 @@ class Reader(JsonReader):
             self._mark(CallEnd())
             self._seen_call = True
         elif call.is_told:
-            self._mark(self.broken_end(self._blank + self.taken()))
-            self._blank, self._seen_content = "", True
+            self._mark(self.broken_end("".join((*self._blanks, self.taken()))))
+            self._blanks.clear()
+            self._seen_content = True
         else:
             self.content(self.taken())
         self.forget()
@@ -159,10 +161,10 @@ class Reader(JsonReader):
         return CallEnd(text)
 
     def object_call(self, call: Call, *, tagged: bool) -> Reading:
-        """{"name": ..., "arguments": {...}} in either order; "parameters" is another name of "arguments", and formats
-        have their own of "name".
+        """{"name": ..., "arguments": {...}} in either order and among other members; "parameters" is another name of
+        "arguments", and formats have their own of "name".
 
-        tagged: something else has said that this is a call, so it may have other members, or no arguments.
+        tagged: something else has said that this is a call, so it may have no arguments.
         """
         yield from self.symbol("{")
         separator = ""
@@ -174,10 +176,8 @@ class Reader(JsonReader):
                 yield from self.name(call)
             elif key in ("arguments", "parameters") and not call.has_arguments:
                 yield from self.arguments(call)
-            elif tagged or key in ("type", "id"):
-                yield from self.value(1)
             else:
-                raise Malformed(key)
+                yield from self.value(1)
             yield from self.blank()
             separator = self.char if self.char == "," else ""
             if separator:
@@ -343,18 +343,18 @@ class SectionReader(TaggedReader):
     """Calls in tags of their own, one after the other in a section that has tags, too."""
 
     call_begin: ClassVar[str]
-    call_end: ClassVar[str]
-    section_end: ClassVar[str]
+    call_ends: ClassVar[tuple[str, ...]]  # some of them, and they may be missing
+    section_ends: ClassVar[tuple[str, ...]]
 
     def calls(self, begin: str) -> Reading:
         found = yield from self.marker(self.call_begin)
         while found == self.call_begin:
             if not (yield from self.call(self.one_call(call := Call()), call)):
                 return
-            found = self.call_end
-            while found == self.call_end:
+            found = self.call_ends[0]
+            while found in self.call_ends:
                 yield from self.blank()
-                found = yield from self.marker(self.call_begin, self.call_end, self.section_end)
+                found = yield from self.marker(self.call_begin, *self.call_ends, *self.section_ends)
         if found:
             self.forget()
         else:

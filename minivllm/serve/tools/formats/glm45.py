@@ -25,6 +25,6 @@ class Glm45Parser(TypedReader):
             key = yield from self.text_until("</arg_key>")
             yield from self.blank()
             yield from self.expect("<arg_value>")
-            yield from self.value(call, key.strip(), "</arg_value>")
+            yield from self.plain(call, key.strip(), "</arg_value>")
             yield from self.blank()
         self.close(call)

@@ -2,26 +2,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from minivllm.serve.tools.formats.pythonic import KeywordReader
 from minivllm.serve.tools.forms import Parts, Writing
 from minivllm.serve.tools.json_reader import END, Reading
 from minivllm.serve.tools.parsers import openai_id
-from minivllm.serve.tools.reader import Call, Reader
+from minivllm.serve.tools.reader import Call
+
+TAG, FUNCTION = "<|python_tag|>", "<function="
 
 
-class Llama3JsonParser(Reader):
+class Llama3JsonParser(KeywordReader):
     """{"name": ..., "parameters": {...}} as the whole message (Llama 3.1 and 3.2), or after <|python_tag|>.
 
-    Several are separated by ";", "," or spaces. Since nothing but its members tells a call from an answer in JSON, it
-    must have none but these two (and `type`, `id`). Llama's own Python calls behind the tag are left as content.
+    Several are separated by ";", "," or spaces. Other members may stand among these two: Meta's renderer writes
+    `"type": "function"` first. It has two more forms (meta-llama/llama-models, ToolUtils.encode_tool_call), which may
+    stand anywhere: <|python_tag|>name.call(key="value", ...) of the tools that Llama has been trained on, and
+    <function=name>{...}</function>.
     """
 
-    markers = ("<|python_tag|>",)
+    begins = (TAG, FUNCTION)
+    markers = (TAG,)
     marks = (("<|python_tag|>",), ('"parameters"', "ipython"))
     new_id = staticmethod(openai_id)
 
     @classmethod
     def forms(cls, writing: Writing) -> Iterator[Parts]:
-        yield ("", "<|python_tag|>"), writing.one(), *writing.again("; ", ";")
+        yield ("", TAG), writing.one(), *writing.again("; ", ";")
 
     def read(self) -> Reading:
         yield
@@ -29,13 +35,12 @@ class Llama3JsonParser(Reader):
         while self.char != END:
             if may_begin:
                 yield from self.blank()
-            tagged = self.char == "<" and (yield from self.marker("<|python_tag|>"))
-            if tagged:
+            tag = (yield from self.marker(TAG, FUNCTION)) if self.char == "<" else None
+            if tag == TAG:
                 yield from self.blank()
-            if self.char == "{" and (tagged or may_begin):
-                may_begin = yield from self.call(self.object_call(call := Call(), tagged=False), call)
-                if may_begin:
-                    yield from self.separator()
+            if (reading := self.call_behind(tag, may_begin, call := Call())) is not None:
+                if may_begin := (yield from self.call(reading, call)):
+                    yield from self.separator(tag)
             else:
                 may_begin = False
                 self.give_back()
@@ -43,7 +48,28 @@ class Llama3JsonParser(Reader):
                     self.content(self.char)
                     yield
 
-    def separator(self) -> Reading:
+    def call_behind(self, tag: str | None, may_begin: bool, call: Call) -> Reading | None:
+        """What reads the call that may come here."""
+        if tag == FUNCTION:
+            return self.function(call)
+        if self.char == "{" and (tag or may_begin):
+            return self.object_call(call, tagged=False)
+        return self.method(call) if tag else None
+
+    def function(self, call: Call) -> Reading:
+        self.is_of(call, (yield from self.word()))
+        yield from self.expect(">")
+        yield from self.blank()
+        yield from self.arguments(call)
+
+    def method(self, call: Call) -> Reading:
+        self.is_of(call, (yield from self.word()))
+        yield from self.expect(".call(")
+        yield from self.keywords(call)
+
+    def separator(self, tag: str | None) -> Reading:
+        if tag == FUNCTION:
+            yield from self.closing_tag("</function>")
         yield from self.blank()
         if self.char in (";", ","):
             yield from self.take()

@@ -10,14 +10,15 @@ from minivllm.serve.tools.reader import Call, TaggedReader
 
 HEADS, CONSTRAIN, MESSAGE = ("<|start|>", "<|channel|>"), "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-RECIPIENT = "to=functions."
+NAMESPACE = "functions."
+RECIPIENT = re.compile(rf"\bto=(?:{re.escape(NAMESPACE)})?([\w-]+)(?=<\||\s)")
 
 
 class OpenaiParser(TaggedReader):
     """Harmony, which gpt-oss writes: messages with a header. One to a function is a call,
     <|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>, where the recipient may stand
     before the channel too, and first of all, since the prompt ends in the middle of a header (openai/harmony,
-    docs/format.md).
+    docs/format.md). In long contexts models leave out the namespace, to=name, as vLLM knows.
 
     Of other messages the text is content, each on a line of its own, but of channel `analysis`, which is thinking and
     is dropped: a reasoning parser takes it away before it comes here.
@@ -31,11 +32,11 @@ class OpenaiParser(TaggedReader):
     @classmethod
     def forms(cls, writing: Writing) -> Iterator[Parts]:
         """A channel alone does not tell a call from an answer."""
-        yield (tuple(f" {RECIPIENT}{name}" for name in writing.names),)
+        yield (tuple(f" to={space}{name}" for space in (NAMESPACE, "") for name in writing.names),)
 
     def start(self) -> Reading:
         yield from self.blank()
-        if (yield from self.marker(RECIPIENT)):
+        if (yield from self.marker("to=")):
             yield from self.message()
         else:
             self.give_back()
@@ -50,7 +51,7 @@ class OpenaiParser(TaggedReader):
         if not (yield from self.header()):
             return self.give_back()
         header = self.taken()
-        if to := re.search(re.escape(RECIPIENT) + r"([\w-]+)", header):
+        if (to := RECIPIENT.search(header)) and to[1] in self.functions:
             yield from self.call(self.call_of(call := Call(), to[1]), call)
         elif "to=" in header:  # something else than a function
             self.give_back()

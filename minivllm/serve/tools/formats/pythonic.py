@@ -10,35 +10,13 @@ from minivllm.serve.tools.typed import TypedReader
 from minivllm.serve.tools.values import from_python
 
 
-class PythonicParser(TypedReader):
-    """[name(key=value, ...), ...] as the whole message, or between <|python_start|> and <|python_end|>: Llama 4, and
-    Llama 3.2 by a template that asks for it (vLLM 0.33, llama4_pythonic_tool_parser.py, pythonic_tool_parser.py).
+class KeywordReader(TypedReader):
+    """Arguments as Python writes them, (key=value, ...): literals. One in quotes becomes a number or what else its
+    schema wants, since Llama 4's template shows all values in quotes. An argument is told when it is whole."""
 
-    Values are Python's literals; one in quotes becomes a number or what else its schema wants, since Llama 4's template
-    shows all values in quotes. An argument is told when it is whole.
-    """
-
-    begins = ("<|python_start|>", "<|python_tag|>")
-    markers = (*begins, "<|python_end|>")
-    marks = (("[func_name1(",),)
-    new_id = staticmethod(openai_id)
-
-    @classmethod
-    def forms(cls, writing: Writing) -> Iterator[Parts]:
-        """With the function's name: another list may be an answer."""
-        yield ((*cls.begins, *(f"[{name}(" for name in writing.names)),)
-
-    def start(self) -> Reading:
+    def keywords(self, call: Call) -> Reading:
+        """Behind the opening bracket, up to and with the closing one."""
         yield from self.blank()
-        yield from self.calls("")
-
-    def calls(self, begin: str) -> Reading:
-        if (yield from self.array_of_calls()):
-            yield from self.closing_tag("<|python_end|>")
-
-    def element(self, call: Call) -> Reading:
-        self.is_of(call, (yield from self.word()))
-        yield from self.symbol("(")
         while self.char != ")":
             yield from self.keyword(call)
             if self.char == ",":
@@ -82,3 +60,31 @@ class PythonicParser(TypedReader):
                 raise Malformed("the end")
             yield from self.take()
         yield from self.take()
+
+
+class PythonicParser(KeywordReader):
+    """[name(key=value, ...), ...] as the whole message, or between <|python_start|> and <|python_end|>: Llama 4, and
+    Llama 3.2 by a template that asks for it (vLLM 0.33, llama4_pythonic_tool_parser.py, pythonic_tool_parser.py)."""
+
+    begins = ("<|python_start|>", "<|python_tag|>")
+    markers = (*begins, "<|python_end|>")
+    marks = (("[func_name1(",),)
+    new_id = staticmethod(openai_id)
+
+    @classmethod
+    def forms(cls, writing: Writing) -> Iterator[Parts]:
+        """With the function's name: another list may be an answer."""
+        yield ((*cls.begins, *(f"[{name}(" for name in writing.names)),)
+
+    def start(self) -> Reading:
+        yield from self.blank()
+        yield from self.calls("")
+
+    def calls(self, begin: str) -> Reading:
+        if (yield from self.array_of_calls()):
+            yield from self.closing_tag("<|python_end|>")
+
+    def element(self, call: Call) -> Reading:
+        self.is_of(call, (yield from self.word()))
+        yield from self.symbol("(")
+        yield from self.keywords(call)

@@ -11,7 +11,8 @@ FUNCTION, PARAMETER = "<function=", "<parameter="
 class Qwen3CoderParser(TypedReader):
     r"""<tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n ... </function>\n</tool_call>: Qwen 3 Coder
     and others. One line end on each side of a value is layout. As in vLLM 0.33 (qwen3coder_tool_parser.py), the outer
-    tag may be missing, which models forget, and so may </function>."""
+    tag may be missing, which models forget, and so may </function>. Qwen's other form, JSON in the outer tag
+    (hermes.py), is read, too."""
 
     begins = ("<tool_call>", FUNCTION)
     markers = (*begins, "</tool_call>", "</function>", PARAMETER, "</parameter>")
@@ -19,7 +20,8 @@ class Qwen3CoderParser(TypedReader):
     new_id = staticmethod(openai_id)
 
     def calls(self, begin: str) -> Reading:
-        if (yield from self.call(self.function(call := Call(), begin), call)):
+        is_json, call = begin != FUNCTION and self.char == "{", Call()
+        if (yield from self.call(self.object_call(call, tagged=True) if is_json else self.function(call, begin), call)):
             yield from self.closing_tag("</tool_call>")
 
     def function(self, call: Call, begin: str) -> Reading:
@@ -30,6 +32,6 @@ class Qwen3CoderParser(TypedReader):
         yield from self.blank()
         while (yield from self.expect(PARAMETER, "</function>", "</tool_call>")) == PARAMETER:
             key = yield from self.text_until(">")
-            yield from self.value(call, key, "</parameter>", frame="\n")
+            yield from self.plain(call, key, "</parameter>", frame="\n")
             yield from self.blank()
         self.close(call)
