@@ -16,12 +16,13 @@ import torch
 from minivllm.errors import ModelError
 from minivllm.loading.gguf_file import GGUFFile, TensorInfo
 from minivllm.loading.gguf_tokenizer import write_tokenizer
+from minivllm.loading.gguf_vocabulary import read_vocabulary, special_id
 from minivllm.loading.gguf_weights import Place, write_index
 from minivllm.models import GGUF_FILES, read_gguf_names
 from minivllm.models.gguf import GGUFNames, Metadata
 from minivllm.quantization.gguf import PLAIN
 
-CONVERSION_VERSION = 3  # count up whenever a file written here changes
+CONVERSION_VERSION = 4  # count up whenever a file written here changes
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -62,10 +63,9 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
-    """Token ids. A chat model may name its end of turn (eot, eom) apart from its end of text."""
-    ids = {k: file.value(f"tokenizer.ggml.{k}_token_id", int) for k in ("bos", "eos", "eot", "eom")}
-    ends = list(dict.fromkeys(v for k, v in ids.items() if k != "bos" and v is not None))
-    return {"bos_token_id": ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    """Token ids."""
+    ends = read_vocabulary(file).ends
+    return {"bos_token_id": special_id(file, "bos"), "eos_token_id": ends[0] if len(ends) == 1 else [*ends] or None}
 
 
 def hf_name(file: GGUFFile, info: TensorInfo, names: GGUFNames | None = None) -> str:
