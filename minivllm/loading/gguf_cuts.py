@@ -2,10 +2,10 @@
 
 A cut is a list of patterns. Each cuts what those before it have left whole: what matches stands alone, and so does what
 lies between two matches. The names are those that llama.cpp's converter gives (`get_vocab_base_pre` in
-conversion/base.py) to models whose network is of a family that is read here; a network of Llama's shape can have any of the tokenizers.
-Where llama.cpp only comes near a tokenizer.json's pattern, since its regexes know no letter case, the pattern is the
-tokenizer.json's. Not here: names whose cut llama.cpp has as code (`kimi-k2`, `afmoe`), and vocabularies that are not of
-bytes (`gemma4`, `sarvam-moe`, `whitespace`).
+conversion/base.py) to models whose network is of a family that is read here; a network of Llama's shape can have any of
+the tokenizers. Where llama.cpp only comes near a tokenizer.json's pattern, since its regexes know no letter case, the
+pattern is the tokenizer.json's. Not here: names whose cut llama.cpp has as code (`kimi-k2`, `afmoe`), and vocabularies
+that are not of bytes (`gemma4`, `sarvam-moe`, `whitespace`).
 """
 
 from __future__ import annotations

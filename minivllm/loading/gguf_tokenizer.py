@@ -2,8 +2,8 @@
 
 GGUF stores vocabulary, merges or scores, token types, the ids of special tokens and the chat template; how text is cut
 before merging is only named (`tokenizer.ggml.pre`), so the cuts are a table (gguf_cuts.py). An unknown name is an
-error: a tokenizer that cuts otherwise than the model's works, and quietly makes the model worse. Built with `tokenizers`
-alone. (transformers' own GGUF reader cuts as GPT-2 whatever the name is, and leaves runs of digits together.)
+error: a tokenizer that cuts otherwise than the model's works, and quietly makes the model worse. Built with
+`tokenizers` alone. (transformers' own GGUF reader cuts as GPT-2 whatever the name is, and leaves runs of digits whole.)
 """
 
 from __future__ import annotations
