@@ -26,6 +26,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("matrix",),
     ("config",),
     ("structured",),
+    ("patterns",),
     ("waiting", "child", "orphan"),
     ("sandbox",),
     ("request",),

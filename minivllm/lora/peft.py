@@ -21,8 +21,8 @@ from torch import Tensor
 from minivllm.errors import AdapterError, MissingAdapter, ModelError
 from minivllm.files import read_json
 from minivllm.loading.safetensors_io import read_tensors
-from minivllm.lora.patterns import MAX_NAMES, Pattern, PatternError
 from minivllm.lora.request import CONFIG, WEIGHTS
+from minivllm.patterns import MAX_NAMES, Pattern, PatternError
 from minivllm.registry import did_you_mean
 
 PREFIX = "base_model.model."  # what PEFT writes before the model's own names
