@@ -136,7 +136,7 @@ def read_spec(
         file = ANY if network == "transformers" else FILES.get(architecture, ANY)
         spec = file.read_config(reader, architecture)
         return replace(spec, classifier=read_classifier(reader)) if _named(config).endswith(ENDING) else spec
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as e:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as e:
         raise reader.fail(f"a field has a value of the wrong kind ({e})") from e
 
 
