@@ -22,7 +22,7 @@ PACKAGE = ROOT / "minivllm"
 # whose exports are imported on first use.
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("", "errors", "registry"),
-    ("machine", "features", "logs", "files"),
+    ("machine", "features", "logs", "files", "file_keys"),
     ("matrix",),
     ("config",),
     ("structured",),

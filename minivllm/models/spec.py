@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from minivllm.errors import ModelError
@@ -137,6 +137,26 @@ class EncoderSpec:
         return self.num_layers * layer + tables * self.hidden_size  # norms and biases are below a thousandth
 
 
+class _Noted(dict):
+    """A config that notes which keys are asked for. A copy of it, or with more keys, asks for none."""
+
+    def __init__(self, config: Config, read: set[str]):
+        super().__init__(config)
+        self._read = read
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(str(key))
+        return super().__contains__(key)
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
     """Fields that many models' configs have, checked as they are read. Each model file's `read_config` asks it."""
@@ -144,6 +164,10 @@ class ConfigReader:
     config: Config
     generation: Config
     where: str
+    read: set[str] = field(default_factory=set)  # keys that were asked for, of this reader and those made of it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", _Noted(self.config, self.read))
 
     def fail(self, message: str) -> ModelError:
         return ModelError(f"{self.where}: {message}")
