@@ -173,6 +173,17 @@ CONFIG_OF = {
     ),
 }
 
+ROPE_READ = ("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor")
+ROPE_READ += ("high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")
+ROPE_READ += ("partial_rotary_factor", "short_factor")
+ROPE = _table(
+    {
+        "of longer contexts than are served": "long_factor",
+        "of places in pictures": "mrope_section mrope_interleaved",
+        "of training": "finetuned",
+    }
+)
+
 # ----------------------------------------------------------------------------------------------- tokenizer_config.json
 
 TOKENIZER = _table(
@@ -243,6 +254,9 @@ GGUF = _table(
         "the tensors say it": "{arch}.vocab_size {arch}.tensor_data_layout",
         "said again by other keys": "tokenizer.huggingface.json tokenizer.ggml.token_type_count "
         "{arch}.rope.scaling.finetuned {arch}.rope.scale_linear",
+        "of another kind of vocabulary": "tokenizer.ggml.scores tokenizer.ggml.merges tokenizer.ggml.pre "
+        "tokenizer.ggml.add_space_prefix",
+        "the names of templates, which have keys of their own": "tokenizer.chat_templates",
         "no text that is generated has them": "tokenizer.ggml.seperator_token_id tokenizer.ggml.mask_token_id "
         "tokenizer.ggml.cls_token_id",
     },

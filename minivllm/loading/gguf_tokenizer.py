@@ -27,6 +27,7 @@ from minivllm.loading.gguf_vocabulary import (
     special_token,
 )
 
+TEMPLATE = "tokenizer.chat_template."  # before a template's name
 MAX_PIECE = 1024  # characters of a SentencePiece token; models' have at most some dozens
 
 
@@ -70,8 +71,16 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
         **{name: token for name, token in special.items() if token is not None},
         "add_bos_token": adds_bos(file),
         "clean_up_tokenization_spaces": False,
-        **({"chat_template": t} if (t := file.value("tokenizer.chat_template", str)) else {}),
+        **({"chat_template": t} if (t := _templates(file)) else {}),
     }
+
+
+def _templates(file: GGUFFile) -> str | list[dict[str, str]] | None:
+    """One, or several by their names."""
+    default = file.value("tokenizer.chat_template", str)
+    named = {key.removeprefix(TEMPLATE): file.value(key, str) for key in file.metadata if key.startswith(TEMPLATE)}
+    found = {name: text for name, text in {"default": default, **named}.items() if text}
+    return default if not named else [{"name": name, "template": text} for name, text in found.items()]
 
 
 def _cut(file: GGUFFile) -> Cut:

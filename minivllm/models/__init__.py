@@ -151,10 +151,18 @@ def _check_keys(reader: ConfigReader, kind: str) -> None:
         text = dict.get(reader.config, "text_config") if "text_config" in reader.read else None
         given = {**(text if isinstance(text, dict) else {}), **reader.config}
         of = [file_keys.CONFIG_OF[kind]] if kind in file_keys.CONFIG_OF else []
-        file_keys.warn(reader.where, file_keys.check(reader.where, given, reader.read, *of, file_keys.CONFIG))
+        unknown = file_keys.check(reader.where, given, reader.read, *of, file_keys.CONFIG)
+        file_keys.warn(reader.where, [*unknown, *_unknown_of_rope(reader.where, given.get("rope_parameters") or {})])
     read = {*file_keys.GENERATION_READ, *file_keys.GENERATION_READ_OF.get(kind, ())}
     of = [file_keys.GENERATION_OF[kind]] if kind in file_keys.GENERATION_OF else []
     file_keys.warn(generation, file_keys.check(generation, reader.generation, read, *of, file_keys.GENERATION))
+
+
+def _unknown_of_rope(where: str, rope: Config) -> list[str]:
+    """rope: of all layers, or by their kinds."""
+    by_kind = [of for of in rope.values() if isinstance(of, dict)] or [rope]
+    found = [file_keys.check(where, of, file_keys.ROPE_READ, file_keys.ROPE) for of in by_kind]
+    return [f"rope_parameters.{key}" for of in found for key in of]
 
 
 def _beside(where: str) -> str:
