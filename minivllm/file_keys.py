@@ -256,6 +256,7 @@ GGUF = _table(
         "{arch}.rope.scaling.finetuned {arch}.rope.scale_linear",
         "of another kind of vocabulary": "tokenizer.ggml.scores tokenizer.ggml.merges tokenizer.ggml.pre "
         "tokenizer.ggml.add_space_prefix",
+        "of norms of another kind": "{arch}.attention.layer_norm_epsilon {arch}.attention.layer_norm_rms_epsilon",
         "the names of templates, which have keys of their own": "tokenizer.chat_templates",
         "no text that is generated has them": "tokenizer.ggml.seperator_token_id tokenizer.ggml.mask_token_id "
         "tokenizer.ggml.cls_token_id",
@@ -283,7 +284,6 @@ GGUF = _table(
                 *(f"{{arch}}.attention.{name}" for name in ("output_scale", "temperature_length", "key_length_mla")),
                 *(f"{{arch}}.attention.{name}" for name in ("value_length_mla", "key_length_swa", "value_length_swa")),
                 *(f"{{arch}}.attention.{name}" for name in ("sliding_window_pattern", "temperature_scale")),
-                *(f"{{arch}}.attention.{name}" for name in ("layer_norm_epsilon", "layer_norm_rms_epsilon")),
                 *(f"{{arch}}.attention.indexer.{name}" for name in ("head_count", "key_length", "top_k", "types")),
                 *("{arch}.embedding_length_out", "{arch}.features_length", "{arch}.leading_dense_block_count"),
                 *("{arch}.expert_feed_forward_length", "{arch}.expert_shared_feed_forward_length"),

@@ -23,7 +23,7 @@ DEFAULT_THETA = 10_000.0
 MAX_LAYERS = 10_000  # what is kept for each layer must fit; the deepest models have some hundreds
 MAX_POSITION = 1 << 25  # a table has a row for each; the longest contexts are of some ten million tokens
 MAX_INT = 1 << 40  # of any size
-MAX_NUMBER = 1e30  # of any factor: what it is multiplied with stays finite in fp32
+SMALLEST, MAX_NUMBER = 1e-30, 1e30  # of any factor: what it is multiplied with stays finite in fp32
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` calls a layer
 
@@ -178,12 +178,15 @@ class ConfigReader:
             raise self.fail(f'field "{field}" must be a positive {kind.__name__}, got {shown(value)}')
         return value
 
-    def number(self, field: str, default: float | None = None, of: Config | None = None) -> float:
+    def number(
+        self, field: str, default: float | None = None, of: Config | None = None, low: float = -MAX_NUMBER
+    ) -> float:
         """of: an object inside of the config; None: the config itself. default: where it has no such field, or null."""
         value = (self.config if of is None else of).get(field)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
-            raise self.fail(f'field "{field}" has a value of the wrong kind, not a finite number: {shown(value)}')
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= MAX_NUMBER:
+            what = "positive number" if low > 0 else "finite number"
+            raise self.fail(f'field "{field}" must be a {what}, and has a value of the wrong kind: {shown(value)}')
         return float(value)
 
     def num_layers(self) -> int:
@@ -193,9 +196,7 @@ class ConfigReader:
 
     def positive(self, field: str, default: float | None = None, of: Config | None = None) -> float:
         """As number."""
-        if (value := self.number(field, default, of)) <= 0:
-            raise self.fail(f'field "{field}" must be a positive number, got {shown(value)}')
-        return value
+        return self.number(field, default, of, low=SMALLEST)
 
     def optional(self, field: str, default: int) -> int:
         return default if self.config.get(field) is None else self.need(field)
