@@ -24,7 +24,7 @@ from minivllm.models.gguf import GGUFNames, Metadata
 from minivllm.quantization.gguf import PLAIN
 
 UNKNOWN = "unknown_keys.json"
-CONVERSION_VERSION = 4  # count up whenever a file written here changes
+CONVERSION_VERSION = 5  # count up whenever a file written here changes
 
 
 def convert(source: Path, folder: Path) -> None:

@@ -285,7 +285,7 @@ def test_no_pattern_of_a_list_makes_a_name_costly(of, text):
         assert found.scheme_for(name) == plain.scheme_for(name)
 
 
-@pytest.mark.parametrize("of", LISTS.keys() - {"modelopt"})
+@pytest.mark.parametrize("of", [of for of in LISTS if of != "modelopt"])
 def test_a_pattern_that_cannot_be_matched_in_linear_time_is_refused_by_name(of):
     with pytest.raises(ModelError, match=r'the pattern "\(\?!a\)b" is no regular expression that is supported'):
         read_format({"quantization_config": LISTS[of]("(?!a)b")})
