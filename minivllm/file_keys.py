@@ -138,7 +138,23 @@ CONFIG_OF = {
     "qwen2_moe": Table(
         {**dict.fromkeys(("sliding_window", "max_window_layers"), "of windows, which are refused if a switch is on")}
     ),
-    "gemma3_text": _table({"read as sliding_window_pattern, or in layer_types": "_sliding_window_pattern"}),
+    "gemma2": _table({"hidden_activation says it": "hidden_act"}),
+    "gemma3_text": _table(
+        {
+            "read as sliding_window_pattern, or in layer_types": "_sliding_window_pattern",
+            "hidden_activation says it": "hidden_act",
+        }
+    ),
+    "gpt2": _table({"n_positions says it": "n_ctx"}),
+    "gptj": _table({"n_positions says it": "n_ctx", "all of its models have it": "rotary scale_attn_weights"}),
+    "bloom": _table(
+        {
+            "how its first code computed the same": "skip_bias_add skip_bias_add_qkv attention_softmax_in_fp32 "
+            "masked_softmax_fusion bias_dropout_fusion offset_alibi",
+            "ALiBi has no longest": "seq_length",
+            "the tokenizer says it": "unk_token_id",
+        }
+    ),
     "gpt_neox": _table({"its attention looks back anyway": "is_decoder"}),
     "bert": _table({"the embeddings are not used behind": "tie_word_embeddings"}),
     "falcon": _table({"of its newer architecture, or of the older one": "num_kv_heads multi_query parallel_attn"}),

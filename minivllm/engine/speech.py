@@ -27,11 +27,12 @@ class Speech:
     """The words of a model's vocabulary that say what to write."""
 
     def __init__(self, tokenizer: TextTokenizer, folder: Path, vocab_size: int):
-        """folder: holds generation_config.json, if there is one: it says what no transcript has, and what none begins
+        """folder: holds generation_config.json, or config.json where it does not: it says what no transcript has, and what none begins
         with. vocab_size: of the model, whose last tokens are times, which its tokenizer may lack. Raises ModelError."""
         self._tokenizer = tokenizer
         self._ids = tokenizer.added_ids
-        file = folder / "generation_config.json"
+        files = [folder / name for name in ("generation_config.json", "config.json")]  # older folders have the latter
+        file = next((file for file in files if file.is_file()), files[0])
         told = read_json(file) if file.is_file() else {}
         self.is_multilingual = bool(told.get("is_multilingual", vocab_size >= MULTILINGUAL))
         self.languages = {m[1]: id for name, id in self._ids.items() if (m := LANGUAGE.fullmatch(name))}

@@ -200,6 +200,15 @@ def test_how_many_languages_a_model_knows_is_told_by_its_file_or_its_size(tmp_pa
     assert Speech(llm.tokenizer, tmp_path, 51_865).unsaid == [5]
 
 
+def test_an_older_folder_says_in_its_config_what_no_transcript_has(tmp_path, llm):
+    (tmp_path / "config.json").write_text('{"suppress_tokens": [5], "begin_suppress_tokens": [6, 7]}')
+    speech = Speech(llm.tokenizer, tmp_path, 51_865)
+    assert (speech.unsaid, speech.unsaid_first) == ([5], [6, 7])
+    (tmp_path / "generation_config.json").write_text('{"begin_suppress_tokens": [8]}')
+    speech = Speech(llm.tokenizer, tmp_path, 51_865)
+    assert (speech.unsaid, speech.unsaid_first) == ([], [8])
+
+
 @pytest.mark.parametrize("field", ["suppress_tokens", "begin_suppress_tokens"])
 def test_what_is_no_list_of_token_ids_is_refused_by_its_field(tmp_path, llm, field):
     for value in (7, "ab", [1, "2"], {"1": 2}):
