@@ -27,8 +27,9 @@ class Speech:
     """The words of a model's vocabulary that say what to write."""
 
     def __init__(self, tokenizer: TextTokenizer, folder: Path, vocab_size: int):
-        """folder: holds generation_config.json, or config.json where it does not: it says what no transcript has, and what none begins
-        with. vocab_size: of the model, whose last tokens are times, which its tokenizer may lack. Raises ModelError."""
+        """folder: holds generation_config.json, or config.json where it does not: it says what no transcript has, and
+        what none begins with. vocab_size: of the model, whose last tokens are times, which its tokenizer may lack.
+        Raises ModelError."""
         self._tokenizer = tokenizer
         self._ids = tokenizer.added_ids
         files = [folder / name for name in ("generation_config.json", "config.json")]  # older folders have the latter
