@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from minivllm.errors import ModelError
 
 MAX_TEXT = 32 << 20  # bytes; the index of the largest checkpoints has 5 MB, and JSON becomes some ten times its size
+MAX_DEPTH = 64  # lists and objects inside of one another; configurations have some ten
 
 
 def read_text(path: Path) -> str:
-    """Raises ModelError for what is no text, or longer than MAX_TEXT."""
+    """Raises ModelError for what is no regular file, no text, or longer than MAX_TEXT."""
     try:
-        if (size := path.stat().st_size) > MAX_TEXT:
-            raise ModelError(f"{path}: {size:,} bytes, and at most {MAX_TEXT:,} are read")
-        return path.read_text("utf-8")
+        with open(path, "rb", opener=_at_once) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise ModelError(f"{path}: not a regular file, and only such are read")
+            if about.st_size > MAX_TEXT:
+                raise ModelError(f"{path}: {about.st_size:,} bytes, and at most {MAX_TEXT:,} are read")
+            return file.read(MAX_TEXT).decode("utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise ModelError(f"{path}: not readable as text ({e}). Fetch the file again") from None
+
+
+def _at_once(path: str, flags: int) -> int:
+    """A pipe is opened as well, though nothing writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
@@ -34,7 +45,20 @@ def read_json(path: Path, kind: type = dict) -> Any:
         raise ModelError(f"{path}: not readable as JSON ({e}). Fetch the file again") from None
     if not isinstance(value, kind):
         raise ModelError(f"{path}: expected a JSON {'object' if kind is dict else 'array'}. Fetch the file again")
+    for field, of in value.items() if isinstance(value, dict) else enumerate(value):
+        if not _is_flat(of):
+            raise ModelError(f'{path}: field "{field}" is nested over {MAX_DEPTH} deep. Fetch the file again')
     return value
+
+
+def _is_flat(value: Any) -> bool:
+    """Level by level, since a recursion would end where this is needed."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [of.values() if isinstance(of, dict) else of for of in level if isinstance(of, dict | list)]
+        if not (level := [one for of in inner for one in of if isinstance(one, dict | list)]):
+            return True
+    return False
 
 
 def inside(folder: Path, name: Any, says: Path) -> Path:

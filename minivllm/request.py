@@ -79,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: Sequence[str] | None = ()  # texts that the output must not hold
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit; -100 to 100
     allowed_token_ids: Sequence[int] | None = None  # no token but these
+    begin_suppress_tokens: Sequence[int] | None = ()  # not these as the first token of an output
     # natural logarithms of the model's own distribution, before all of the above; -1 to engine.max_logprobs
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # likewise
@@ -93,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         force = msgspec.structs.force_setattr
         force(self, "stop", (self.stop,) if isinstance(self.stop, str) else _unique("stop", self.stop))
-        for name in ("stop_token_ids", "bad_words"):
+        for name in ("stop_token_ids", "bad_words", "begin_suppress_tokens"):
             force(self, name, _unique(name, getattr(self, name)))
         if self.allowed_token_ids is not None:
             force(self, "allowed_token_ids", _unique("allowed_token_ids", self.allowed_token_ids))

@@ -60,9 +60,11 @@ def _paths(names: str, of: str = "") -> tuple[str, ...]:
 # What gives a batch its tokens; what decides which tokens a batch has; what starts processes; what answers clients.
 _FORWARD = (
     "kernels/",
-    *_paths("attention/ batch.py compile/ files.py kernels kv_groups.py layers/ loading/ lora/", of="minivllm/"),
+    *_paths(
+        "attention/ batch.py compile/ file_keys.py files.py kernels kv_groups.py layers/ loading/ lora/", of="minivllm/"
+    ),
     *_paths("machine.py models/ parallel/ pooling/ quantization/ runner/ sampling/ spec_decode/", of="minivllm/"),
-    *_paths("structured/", of="minivllm/"),
+    *_paths("patterns.py structured/", of="minivllm/"),
 )
 _CONTROL = (
     *_paths("__init__.py config.py engine/ errors.py executor/ facts.py features.py kv/ plan.py", of="minivllm/"),

@@ -22,10 +22,11 @@ PACKAGE = ROOT / "minivllm"
 # whose exports are imported on first use.
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("", "errors", "registry"),
-    ("machine", "features", "logs", "files"),
+    ("machine", "features", "logs", "files", "file_keys"),
     ("matrix",),
     ("config",),
     ("structured",),
+    ("patterns",),
     ("waiting", "child", "orphan"),
     ("sandbox",),
     ("request",),

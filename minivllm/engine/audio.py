@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minivllm.errors import BadRequest
+from minivllm import file_keys
+from minivllm.errors import BadRequest, ModelError
+from minivllm.files import read_json
 from minivllm.request import Beside, Item
 
 KEY = "multi_modal_data"
@@ -31,8 +34,20 @@ class AudioReader:
         """Of the encoder's input. The filters are transformers', whose import takes seconds."""
         from transformers import WhisperFeatureExtractor
 
-        self.seconds = num_frames * HOP // RATE
+        self.seconds, self.num_mels = num_frames * HOP // RATE, num_mels
         self._extract = WhisperFeatureExtractor(feature_size=num_mels, chunk_length=self.seconds)
+
+    def check(self, folder: Path) -> None:
+        """preprocessor_config.json, if the folder has one. Raises ModelError for one that asks for another
+        spectrogram."""
+        if not (file := folder / "preprocessor_config.json").is_file():
+            return
+        given, where = read_json(file), str(file)
+        here = {"feature_size": self.num_mels, "sampling_rate": RATE, "hop_length": HOP, "chunk_length": self.seconds}
+        for key, value in here.items():
+            if given.get(key, value) != value:
+                raise ModelError(f"{where}: {key}={given[key]!r} is not supported: the model's encoder reads {value}")
+        file_keys.warn(where, file_keys.check(where, given, here.keys(), file_keys.PREPROCESSOR))
 
     def read(self, prompt: Any) -> Beside:
         """Of a prompt dictionary, which may hold what `heard` has made. Raises BadRequest."""

@@ -233,7 +233,9 @@ class FrontEnd:
         shape = facts.info.get("audio_shape")
         if not shape:
             return None
-        return Hearing(AudioReader(*shape), Speech(self.tokenizer, Path(facts.tokenizer_dir), self._vocab_size))
+        reader, folder = AudioReader(*shape), Path(facts.tokenizer_dir)
+        reader.check(folder)
+        return Hearing(reader, Speech(self.tokenizer, folder, self._vocab_size))
 
     def _beside(self, prompt: Prompt) -> Beside:
         """What it has beside its tokens. Raises BadRequest."""

@@ -27,6 +27,7 @@ def resolve(
     if vocab_size is not None:
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+        _check_ids("begin_suppress_tokens", params.begin_suppress_tokens or (), vocab_size)
         _check_ids("logit_bias", params.logit_bias or (), vocab_size)
         _check_ids("logprob_token_ids", params.logprob_token_ids or (), vocab_size)
     if tokenizer is None and (params.stop or params.bad_words):

@@ -8,8 +8,9 @@ A model of English alone has neither languages nor tasks.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import BadRequest, ModelError
@@ -26,15 +27,18 @@ class Speech:
     """The words of a model's vocabulary that say what to write."""
 
     def __init__(self, tokenizer: TextTokenizer, folder: Path, vocab_size: int):
-        """folder: holds generation_config.json, if there is one: it says what no transcript has. vocab_size: of the
-        model, whose last tokens are times, which its tokenizer may lack."""
+        """folder: holds generation_config.json, or config.json where it does not: it says what no transcript has, and
+        what none begins with. vocab_size: of the model, whose last tokens are times, which its tokenizer may lack.
+        Raises ModelError."""
         self._tokenizer = tokenizer
         self._ids = tokenizer.added_ids
-        file = folder / "generation_config.json"
+        files = [folder / name for name in ("generation_config.json", "config.json")]  # older folders have the latter
+        file = next((file for file in files if file.is_file()), files[0])
         told = read_json(file) if file.is_file() else {}
         self.is_multilingual = bool(told.get("is_multilingual", vocab_size >= MULTILINGUAL))
         self.languages = {m[1]: id for name, id in self._ids.items() if (m := LANGUAGE.fullmatch(name))}
-        self.unsaid: list[int] = [id for id in told.get("suppress_tokens") or [] if 0 <= id < vocab_size]
+        self.unsaid = _token_ids(told, "suppress_tokens", vocab_size, file)
+        self.unsaid_first = _token_ids(told, "begin_suppress_tokens", vocab_size, file)
 
     def start(self, before: str, most: int) -> list[int]:
         """The tokens before a language. before: text that the transcript goes on from, its last `most` tokens."""
@@ -70,3 +74,11 @@ class Speech:
         if name not in self._ids:
             raise ModelError(f"the tokenizer has no {name}: it is not a Whisper's")
         return self._ids[name]
+
+
+def _token_ids(told: Mapping[str, Any], field: str, vocab_size: int, file: Path) -> list[int]:
+    """Those of a field that the model has: a list may hold -1 for none."""
+    found = told.get(field) or []
+    if not isinstance(found, list) or not all(isinstance(id, int) for id in found):
+        raise ModelError(f'{file}: field "{field}" must be a list of token ids. Download the model again')
+    return [id for id in found if 0 <= id < vocab_size]

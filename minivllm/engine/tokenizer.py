@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from minivllm import file_keys
 from minivllm.engine.chat_template import knows_tools, read_variables
 from minivllm.engine.conversation import cut_at_mark, marked, plain_message, rendered
 from minivllm.engine.template_shapes import ContentFormat
@@ -73,6 +74,7 @@ class TextTokenizer:
             raise ModelError(f"{path} cannot be read ({e}): download the model again") from None
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         _check(config, _Config, folder / "tokenizer_config.json")
+        _check_keys(tokenizer, config, folder / "tokenizer_config.json")
         return cls(tokenizer, config, _read_templates(folder, config), _read_eos(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -341,6 +343,7 @@ class _Config(_Named):
     cls_token: str | _Token | None = None
     mask_token: str | _Token | None = None
     add_bos_token: bool | None = None
+    add_eos_token: bool | None = None
 
 
 class _Ends(Struct):
@@ -354,6 +357,35 @@ def _check(value: dict[str, Any], kind: type, path: Path) -> dict[str, Any]:
     except msgspec.ValidationError as e:
         raise ModelError(f"{path}: {e}. Download the model again") from None
     return value
+
+
+def _check_keys(tokenizer: Any, config: Mapping[str, Any], path: Path) -> None:
+    """Warns of keys that are not known. Raises ModelError for one that tokenizer.json does not agree with."""
+    if config.get("add_eos_token") and not _adds_eos(tokenizer, _content(config.get("eos_token"))):
+        raise ModelError(f"{path}: add_eos_token=True is not supported, since tokenizer.json adds no end")
+    parts = list(_parts_with_type({"type": "", "in": [_state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)]}))
+    for key, (kind, field) in file_keys.TOKENIZER_SAYS.items():
+        own = [part[field] for part in parts if part["type"] == kind and field in part]
+        if config.get(key) is not None and any(value != config[key] for value in own):
+            raise ModelError(f"{path}: {key}={config[key]!r} is not supported: tokenizer.json has {field}={own[0]!r}")
+    read = {*file_keys.TOKENIZER_READ, *file_keys.TOKENIZER_SAYS, "add_eos_token"}
+    file_keys.warn(str(path), file_keys.check(str(path), config, read, file_keys.TOKENIZER))
+
+
+def _adds_eos(tokenizer: Any, eos: str | None) -> bool:
+    return eos is not None and tokenizer.encode("", add_special_tokens=True).ids[-1:] == [tokenizer.token_to_id(eos)]
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _parts_with_type(value: Any) -> Iterator[dict[str, Any]]:
+    """Steps of a normalizer or a pre-tokenizer, those inside of others too."""
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts_with_type(one)
+    if isinstance(value, dict) and "type" in value:
+        yield value
 
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

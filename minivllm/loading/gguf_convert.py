@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 
+from minivllm import file_keys
 from minivllm.errors import ModelError
 from minivllm.loading.gguf_file import GGUFFile, TensorInfo
 from minivllm.loading.gguf_tokenizer import write_tokenizer
+from minivllm.loading.gguf_vocabulary import read_vocabulary, special_id
 from minivllm.loading.gguf_weights import Place, write_index
 from minivllm.models import GGUF_FILES, read_gguf_names
 from minivllm.models.gguf import GGUFNames, Metadata
 from minivllm.quantization.gguf import PLAIN
 
-CONVERSION_VERSION = 3  # count up whenever a file written here changes
+UNKNOWN = "unknown_keys.json"
+CONVERSION_VERSION = 5  # count up whenever a file written here changes
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -30,9 +33,16 @@ def convert(source: Path, folder: Path) -> None:
     config = hf_config(file)
     places = index(file, config)
     write_tokenizer(file, folder)
+    _write_json(folder / UNKNOWN, unknown_keys(file))
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation_config(file))
     write_index(folder, places)
+
+
+def unknown_keys(file: GGUFFile) -> list[str]:
+    """Of its metadata, once all else has been read. Raises ModelError for a value that would have to be followed."""
+    table = file_keys.gguf_table(file.metadata, _metadata(file)[0].architecture)
+    return file_keys.check(str(file.path), file.metadata, file.read, table)
 
 
 def index(file: GGUFFile, config: dict[str, Any]) -> list[Place]:
@@ -58,14 +68,17 @@ def index(file: GGUFFile, config: dict[str, Any]) -> list[Place]:
 def hf_config(file: GGUFFile) -> dict[str, Any]:
     """The config.json that transformers would have for this model."""
     about, names = _metadata(file)
-    return {**names.config(about), **generation_config(file), "dtype": _config_dtype(file)}
+    config = names.config(about)
+    name, whole = f"{about.architecture}.rope.dimension_count", config["head_dim"]
+    if name not in file.read and (size := file.value(name, int, whole)) != whole:  # else it has been followed
+        raise ModelError(f'{file.path}: metadata "{name}" is {size}, and only whole heads are rotated')
+    return {**config, **generation_config(file), "dtype": _config_dtype(file)}
 
 
 def generation_config(file: GGUFFile) -> dict[str, Any]:
-    """Token ids. A chat model may name its end of turn (eot, eom) apart from its end of text."""
-    ids = {k: file.value(f"tokenizer.ggml.{k}_token_id", int) for k in ("bos", "eos", "eot", "eom")}
-    ends = list(dict.fromkeys(v for k, v in ids.items() if k != "bos" and v is not None))
-    return {"bos_token_id": ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    """Token ids."""
+    ends = read_vocabulary(file).ends
+    return {"bos_token_id": special_id(file, "bos"), "eos_token_id": ends[0] if len(ends) == 1 else [*ends] or None}
 
 
 def hf_name(file: GGUFFile, info: TensorInfo, names: GGUFNames | None = None) -> str:
@@ -111,5 +124,5 @@ def _config_dtype(file: GGUFFile) -> str:
     return str(PLAIN.get(kind, torch.float32)).removeprefix("torch.")
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")

@@ -58,6 +58,7 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = path
+        self.read: set[str] = set()  # keys that were asked for
         try:
             with open(path, "rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -71,6 +72,7 @@ class GGUFFile:
 
     def value(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """metadata[key]. Raises ModelError for one of another kind, so that its users need not ask."""
+        self.read.add(key)
         value = self.metadata.get(key, default)
         if value is default or (isinstance(value, kind) and (kind is bool or not isinstance(value, bool))):
             return value

@@ -1,69 +1,34 @@
 """The tokenizer inside a GGUF file, as tokenizer.json and tokenizer_config.json.
 
 GGUF stores vocabulary, merges or scores, token types, the ids of special tokens and the chat template; how text is cut
-before merging is only named (`tokenizer.ggml.pre`), so the cuts are a table here. An unknown name is an error: a
-tokenizer that cuts otherwise than the model's works, and quietly makes the model worse. Built with `tokenizers` alone.
-(transformers' own GGUF reader does not know "smollm" and leaves runs of digits together.)
+before merging is only named (`tokenizer.ggml.pre`), so the cuts are a table (gguf_cuts.py). An unknown name is an
+error: a tokenizer that cuts otherwise than the model's works, and quietly makes the model worse. Built with
+`tokenizers` alone. (transformers' own GGUF reader cuts as GPT-2 whatever the name is, and leaves runs of digits whole.)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from minivllm.errors import ModelError
+from minivllm.loading.gguf_cuts import CUTS, Cut
 from minivllm.loading.gguf_file import LIST, GGUFFile
-
-CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-MAX_PIECE = 1024  # characters of a SentencePiece token; models' have at most some dozens
-
-_LETTERS_AND_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-LLAMA3 = _CONTRACTIONS + r"|\p{N}{1,3}" + _LETTERS_AND_REST
-QWEN2 = _CONTRACTIONS + r"|\p{N}" + _LETTERS_AND_REST
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+from minivllm.loading.gguf_vocabulary import (
+    CONTROL,
+    USER_DEFINED,
+    Vocabulary,
+    read_vocabulary,
+    special_id,
+    special_token,
 )
-TEKKEN = _CASED + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-
-def gpt2_cut() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def digits_cut() -> Any:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2_cut()])
-
-
-def regex_cut(pattern: str) -> Callable[[], Any]:
-    return lambda: pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-# tokenizer.ggml.pre -> how text is cut before merging
-CUTS: dict[str, Callable[[], Any]] = {
-    "gpt-2": gpt2_cut,
-    "default": gpt2_cut,
-    "smollm": digits_cut,
-    "codeshell": digits_cut,
-    "refact": digits_cut,
-    "starcoder": digits_cut,
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe"), regex_cut(LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), regex_cut(QWEN2)),
-    "tekken": regex_cut(TEKKEN),
-}
-_NFC = ("qwen2", "deepseek-r1-qwen", "megrez")
-# A cut that is itself a token is taken whole, whether or not merges lead to it.
-_WHOLE_TOKENS = ("llama3", "llama-v3", "llama-bpe", "tekken")
+TEMPLATE = "tokenizer.chat_template."  # before a template's name
+MAX_PIECE = 1024  # characters of a SentencePiece token; models' have at most some dozens
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
@@ -80,9 +45,8 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
         raise ModelError(f'{file.path}: tokenizer "{kind}" is not supported. Supported: {", ".join(builders)}')
     try:
         tokenizer = builders[kind](file)
-        _add_special(tokenizer, file)
-        if adds_bos(file):
-            _add_bos(tokenizer, file)
+        _add_special(tokenizer, read_vocabulary(file))
+        _add_ends(tokenizer, file)
     except ModelError:
         raise
     except Exception as e:  # the library raises plain Exception for tokens and merges that do not fit each other
@@ -91,7 +55,12 @@ def build_tokenizer(file: GGUFFile) -> Tokenizer:
 
 
 def adds_bos(file: GGUFFile) -> bool:
-    return file.value("tokenizer.ggml.add_bos_token", bool, file.value("tokenizer.ggml.model", str) == "llama")
+    by_kind = file.value("tokenizer.ggml.model", str) == "llama" or _cut(file).adds_bos
+    return file.value("tokenizer.ggml.add_bos_token", bool, by_kind and special_id(file, "bos") is not None)
+
+
+def adds_eos(file: GGUFFile) -> bool:
+    return file.value("tokenizer.ggml.add_eos_token", bool, False)
 
 
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
@@ -102,29 +71,42 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
         **{name: token for name, token in special.items() if token is not None},
         "add_bos_token": adds_bos(file),
         "clean_up_tokenization_spaces": False,
-        **({"chat_template": t} if (t := file.value("tokenizer.chat_template", str)) else {}),
+        **({"chat_template": t} if (t := _templates(file)) else {}),
     }
 
 
-def special_token(file: GGUFFile, key: str) -> str | None:
-    token_id, tokens = file.value(f"tokenizer.ggml.{key}_token_id", int), file.texts("tokenizer.ggml.tokens")
-    return tokens[token_id] if token_id is not None and 0 <= token_id < len(tokens) else None
+def _templates(file: GGUFFile) -> str | list[dict[str, str]] | None:
+    """One, or several by their names."""
+    default = file.value("tokenizer.chat_template", str)
+    named = {key.removeprefix(TEMPLATE): file.value(key, str) for key in file.metadata if key.startswith(TEMPLATE)}
+    found = {name: text for name, text in {"default": default, **named}.items() if text}
+    return default if not named else [{"name": name, "template": text} for name, text in found.items()]
+
+
+def _cut(file: GGUFFile) -> Cut:
+    """Raises ModelError."""
+    if (name := file.value("tokenizer.ggml.pre", str, "default")) not in CUTS:
+        raise ModelError(
+            f'{file.path}: the pre-tokenizer "{name}" is not known. Use the Hugging Face folder of this model instead'
+        )
+    return CUTS[name]
 
 
 def _byte_level(file: GGUFFile) -> Tokenizer:
-    pre = file.value("tokenizer.ggml.pre", str, "default")
-    if pre not in CUTS:
-        raise ModelError(
-            f'{file.path}: the pre-tokenizer "{pre}" is not known. Use the Hugging Face folder of this model instead'
-        )
+    cut = _cut(file)
     vocab = {token: i for i, token in enumerate(file.texts("tokenizer.ggml.tokens"))}
     merges = [tuple(merge.split(" ", 1)) for merge in file.texts("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_TOKENS))
-    if pre in _NFC:
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.is_whole))
+    if cut.is_nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = CUTS[pre]()
+    tokenizer.pre_tokenizer = pre_tokenizer(cut)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def pre_tokenizer(cut: Cut) -> Any:
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in cut.patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(file: GGUFFile) -> Tokenizer:
@@ -159,18 +141,25 @@ def merges_from_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[t
     return merges
 
 
-def _add_special(tokenizer: Tokenizer, file: GGUFFile) -> None:
-    tokens, types = file.texts("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.token_type", LIST, ())
-    control = [t for t, kind in zip(tokens, types, strict=False) if kind == CONTROL]
-    plain = [t for t, kind in zip(tokens, types, strict=False) if kind == USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
+def _add_special(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    def of(kind: int) -> list[AddedToken]:
+        texts = [text for text, own in zip(vocabulary.tokens, vocabulary.types, strict=True) if own == kind]
+        return [AddedToken(text, normalized=False, special=kind == CONTROL) for text in texts]
+
+    tokenizer.add_special_tokens(of(CONTROL))
+    tokenizer.add_tokens(of(USER_DEFINED))
 
 
-def _add_bos(tokenizer: Tokenizer, file: GGUFFile) -> None:
-    if (bos := special_token(file, "bos")) is None:
-        raise ModelError(f"{file.path}: add_bos_token is set and bos_token_id is not")
-    ids = [(bos, tokenizer.token_to_id(bos))]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=ids
-    )
+def _add_ends(tokenizer: Tokenizer, file: GGUFFile) -> None:
+    """What every text begins and ends with."""
+    ids = {}
+    for key in [key for key, adds in (("bos", adds_bos(file)), ("eos", adds_eos(file))) if adds]:
+        if (text := special_token(file, key)) is None:
+            raise ModelError(f"{file.path}: add_{key}_token is set and {key}_token_id is not")
+        ids[key] = text
+    if ids:
+        single, other = (f"{ids.get('bos', '')} {text} {ids.get('eos', '')}".strip() for text in ("$A", "$B"))
+        special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(ids.values())]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, pair=f"{single} {other}", special_tokens=special
+        )

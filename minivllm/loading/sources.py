@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm import file_keys
 from minivllm.errors import ModelError
 from minivllm.files import read_json
 from minivllm.loading import hub, wheel
@@ -132,11 +133,12 @@ def _gguf(
     path: Path, entry: str, name: str, source: str, cache: Cache, seconds: dict[str, float] | None = None
 ) -> ModelFiles:
     """entry: names this version of the file in the cache."""
-    from minivllm.loading.gguf_convert import CONVERSION_VERSION, convert
+    from minivllm.loading.gguf_convert import CONVERSION_VERSION, UNKNOWN, convert
 
     seconds = {} if seconds is None else seconds
     build = lambda folder: timed(seconds, "convert", lambda: convert(path, folder))  # noqa: E731
     folder = cache.entry(f"v{CONVERSION_VERSION}-{entry}", build)
+    file_keys.warn(str(path), read_json(folder / UNKNOWN, list))
     return _folder(folder, name, source, seconds, (path,))
 
 

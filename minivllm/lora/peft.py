@@ -19,30 +19,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from minivllm.errors import AdapterError, MissingAdapter, ModelError
+from minivllm.file_keys import ADAPTER, ADAPTER_REFUSED, check, warn
 from minivllm.files import read_json
 from minivllm.loading.safetensors_io import read_tensors
-from minivllm.lora.patterns import MAX_NAMES, Pattern, PatternError
 from minivllm.lora.request import CONFIG, WEIGHTS
+from minivllm.patterns import MAX_NAMES, Pattern, PatternError
 from minivllm.registry import did_you_mean
 
 PREFIX = "base_model.model."  # what PEFT writes before the model's own names
 
-# Options that are read here, and those that say nothing about the result.
+# Options that are read here; those that say nothing about the result, and those that are refused: file_keys.py.
 READ = {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "bias", "init_lora_weights"}
 READ |= {"rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern"}
-HARMLESS = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "auto_mapping"}
-HARMLESS |= {"peft_version", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "runtime_config"}
-HARMLESS |= {"fan_in_fan_out"}  # how the base's matrix lies (GPT-2's Conv1D): A and B lie as ever
-REFUSED = {
-    "use_dora": "DoRA, which scales each row of the merged matrix",
-    "lora_bias": "biases of B",
-    "modules_to_save": "whole modules saved beside the adapter",
-    "trainable_token_indices": "trained embeddings",
-    "layer_replication": "replicated layers",
-    "target_parameters": "adapters on bare parameters",
-    "alora_invocation_tokens": "activated LoRA, which starts at a token",
-    "use_qalora": "QA-LoRA, which pools the inputs",
-}
 ODD_TENSORS = {
     "lora_embedding_": "an adapter on embeddings",
     "lora_magnitude_vector": "DoRA",
@@ -111,10 +99,11 @@ def _check_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
             f"init_lora_weights={init!r} is not supported: it changes the base model. Convert it to plain LoRA"
         )
     for name, value in config.items():
-        if value and name in REFUSED:
-            raise refuse(f"{name} is not supported: {REFUSED[name]}")
-        if value and name not in READ | HARMLESS:
+        if value and name in ADAPTER_REFUSED:
+            raise refuse(f"{name} is not supported: {ADAPTER_REFUSED[name]}")
+        if value and name not in READ and name not in ADAPTER.harmless:
             raise refuse(f"{name}={reprlib.repr(value)} is not supported: an option that this version does not know")
+    warn(str(file), check(str(file), config, READ | ADAPTER_REFUSED.keys(), ADAPTER))
     for name, kinds in (("r", int), ("lora_alpha", (int, float))):
         value = config.get(name)
         if isinstance(value, bool) or not isinstance(value, kinds) or not _is_positive(value):

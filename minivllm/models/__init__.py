@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minivllm import file_keys
 from minivllm.models.classifier import ENDING, read_classifier
 from minivllm.models.spec import Config, ConfigReader, EncoderSpec, ModelSpec, RopeSpec
 from minivllm.registry import Registry
@@ -135,9 +136,37 @@ def read_spec(
         architecture = _architecture(reader, network)
         file = ANY if network == "transformers" else FILES.get(architecture, ANY)
         spec = file.read_config(reader, architecture)
-        return replace(spec, classifier=read_classifier(reader)) if _named(config).endswith(ENDING) else spec
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as e:
+        spec = replace(spec, classifier=read_classifier(reader)) if _named(config).endswith(ENDING) else spec
+        _check_keys(reader, file.architectures.get(architecture, ""))
+        return spec
+    except (TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as e:
         raise reader.fail(f"a field has a value of the wrong kind ({e})") from e
+
+
+def _check_keys(reader: ConfigReader, kind: str) -> None:
+    """Of both files, once the model's file has read them. kind: its model_type; nothing: transformers' code reads it,
+    and config.json whole. Warns of what is not known; raises ModelError."""
+    kind, generation = kind.removesuffix("_text") if kind == "qwen3_5_text" else kind, _beside(reader.where)
+    if kind:
+        text = dict.get(reader.config, "text_config") if "text_config" in reader.read else None
+        given = {**(text if isinstance(text, dict) else {}), **reader.config}
+        of = [file_keys.CONFIG_OF[kind]] if kind in file_keys.CONFIG_OF else []
+        unknown = file_keys.check(reader.where, given, reader.read, *of, file_keys.CONFIG)
+        file_keys.warn(reader.where, [*unknown, *_unknown_of_rope(reader.where, given.get("rope_parameters") or {})])
+    read = {*file_keys.GENERATION_READ, *file_keys.GENERATION_READ_OF.get(kind, ())}
+    of = [file_keys.GENERATION_OF[kind]] if kind in file_keys.GENERATION_OF else []
+    file_keys.warn(generation, file_keys.check(generation, reader.generation, read, *of, file_keys.GENERATION))
+
+
+def _unknown_of_rope(where: str, rope: Config) -> list[str]:
+    """rope: of all layers, or by their kinds."""
+    by_kind = [of for of in rope.values() if isinstance(of, dict)] or [rope]
+    found = [file_keys.check(where, of, file_keys.ROPE_READ, file_keys.ROPE) for of in by_kind]
+    return [f"rope_parameters.{key}" for of in found for key in of]
+
+
+def _beside(where: str) -> str:
+    return f"{where.removesuffix('config.json')}generation_config.json"
 
 
 def read_gguf_names(architecture: str) -> GGUFNames:

@@ -52,7 +52,7 @@ def read_config(reader: ConfigReader, architecture: str) -> EncoderSpec:
         vocab_size=reader.need("vocab_size"),
         max_position=reader.need("max_position_embeddings"),
         num_token_types=reader.optional("type_vocab_size", 2),
-        norm_eps=float(config.get("layer_norm_eps", 1e-12)),
+        norm_eps=reader.positive("layer_norm_eps", 1e-12),
         activation=config.get("hidden_act", "gelu"),
         dtype=reader.dtype(),
     )

@@ -47,7 +47,7 @@ def read_config(reader: ConfigReader, architecture: str) -> CohereSpec:
         architecture,
         DEFAULTS,
         CohereSpec,
-        norm_eps=float(reader.config.get("layer_norm_eps") or 1e-5),
+        norm_eps=reader.positive("layer_norm_eps", 1e-5),
         logit_scale=reader.positive("logit_scale"),
         mlp_bias=False,
         **own,

@@ -74,7 +74,7 @@ def read_decoder(
         "eos_token_ids": reader.token_ids("eos_token_id"),
         "dtype": reader.dtype(),
         "has_head": architecture in (reader.config.get("architectures") or [architecture]),
-        "norm_eps": float(reader.config.get("rms_norm_eps", 1e-6)),
+        "norm_eps": reader.positive("rms_norm_eps", 1e-6),
         "rope": rope,
         "rotary_size": rotary_size(reader, head_size),
         "qkv_bias": bias,
@@ -96,9 +96,7 @@ def rope_of(reader: ConfigReader) -> RopeSpec:
 
 def rotary_size(reader: ConfigReader, head_size: int, part: float = 1.0) -> int:
     """How much of a head is rotated; part: of it, where the config does not say."""
-    parameters = reader.config.get("rope_parameters") or reader.config.get("rope_scaling") or {}
-    said = (value for value in (parameters.get(PARTIAL), reader.config.get(PARTIAL)) if value is not None)
-    size = int(head_size * float(next(said, part)))
+    size = int(head_size * reader.number(PARTIAL, reader.number(PARTIAL, part), reader.rope_parameters()))
     if size % 2 or not 0 < size <= head_size:
         raise reader.fail(f"{PARTIAL} asks to rotate {size} of {head_size} elements of a head")
     return size

@@ -105,7 +105,7 @@ def read_config(reader: ConfigReader, architecture: str) -> DeepseekSpec:
         latent=latent,
         intermediate_size=reader.need("intermediate_size"),
         vocab_size=reader.need("vocab_size"),
-        rms_eps=float(reader.config.get("rms_norm_eps", 1e-6)),
+        rms_eps=reader.positive("rms_norm_eps", 1e-6),
         rope=rope,
         scale=(nope_size + latent.rope_size) ** -0.5 * _sharpening(reader) ** 2,
         interleaved=architecture == "DeepseekV2ForCausalLM" or bool(reader.config["rope_interleave"]),
@@ -145,11 +145,11 @@ def _latent(reader: ConfigReader) -> Latent:
 
 def _sharpening(reader: ConfigReader) -> float:
     """Of q and K each, by how far rope is stretched (YaRN's attention temperature), beside what is in its cosines."""
-    rope = reader.config.get("rope_parameters") or reader.config.get("rope_scaling") or {}
+    rope = reader.rope_parameters()
     weight, kind = rope.get("mscale_all_dim"), rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default" or not weight or (factor := float(rope["factor"])) <= 1:
+    if kind == "default" or not weight or (factor := reader.positive("factor", of=rope)) <= 1:
         return 1.0
-    return 0.1 * weight * math.log(factor) + 1.0
+    return 0.1 * reader.positive("mscale_all_dim", of=rope) * math.log(factor) + 1.0
 
 
 def _experts(reader: ConfigReader, architecture: str) -> ExpertsSpec | None:

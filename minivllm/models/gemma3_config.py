@@ -46,7 +46,7 @@ def read_config(reader: ConfigReader, architecture: str) -> Gemma3Spec:
             head_size=reader.need("head_dim"),
             intermediate_size=reader.need("intermediate_size"),
             vocab_size=reader.need("vocab_size"),
-            rms_eps=float(reader.config.get("rms_norm_eps", 1e-6)),
+            rms_eps=reader.positive("rms_norm_eps", 1e-6),
             rope=rope,
             local_rope=_rope(reader, SLIDING),
             scale=reader.positive("query_pre_attn_scalar") ** -0.5,

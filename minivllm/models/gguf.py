@@ -77,9 +77,13 @@ class Metadata(NamedTuple):
     def rope_parameters(self) -> dict[str, Any]:
         parameters = {"rope_theta": self.get("rope.freq_base", NUMBER, 10_000.0), "rope_type": "default"}
         kind = self.get("rope.scaling.type", str, "none")
+        factor = self.get("rope.scaling.factor", NUMBER, 1.0)
+        original = self.get("rope.scaling.original_context_length")
+        betas = {f"beta_{end}": self.get(f"rope.scaling.yarn_beta_{end}", NUMBER) for end in ("fast", "slow")}
         if kind in ("linear", "yarn"):
-            parameters |= {"rope_type": kind, "factor": self.get("rope.scaling.factor", NUMBER, 1.0)}
-            if kind == "yarn" and (original := self.get("rope.scaling.original_context_length")):
+            parameters |= {"rope_type": kind, "factor": factor}
+            parameters |= {name: value for name, value in betas.items() if value is not None and kind == "yarn"}
+            if kind == "yarn" and original:
                 parameters["original_max_position_embeddings"] = original
         elif kind != "none":
             raise ModelError(f'{self.file.path}: rope scaling "{kind}" is not supported')
@@ -106,16 +110,20 @@ def decoder_config(
     about: Metadata, norm: str = "attention.layer_norm_rms_epsilon", kv_heads: int | None = None
 ) -> dict[str, Any]:
     """What config.json says of any decoder, but for its names and its rotary embedding. norm: where its epsilon is.
-    kv_heads: of a file that does not say it by one number."""
+    kv_heads: of a file that does not say it by one number. Raises ModelError, also for heads of K and V that differ."""
     file, heads, hidden = about.file, about.need("attention.head_count"), about.need("embedding_length")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f'{file.path}: tensor "token_embd.weight" is missing. Fetch or convert the file again')
+    size = about.get("attention.key_length") or hidden // heads
+    if (of_values := about.get("attention.value_length", int, size)) != size:
+        name = f"{about.architecture}.attention.value_length"
+        raise ModelError(f'{file.path}: metadata "{name}" is {of_values}, and a head of K has {size}: not supported')
     return {
         "hidden_size": hidden,
         "num_hidden_layers": about.need("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": about.get("attention.head_count_kv", int, heads) if kv_heads is None else kv_heads,
-        "head_dim": about.get("attention.key_length") or hidden // heads,
+        "head_dim": size,
         "intermediate_size": about.need("feed_forward_length"),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "rms_norm_eps": about.need(norm, NUMBER),

@@ -36,7 +36,8 @@ DEFAULTS = {  # GPTJConfig's
 def read_config(reader: ConfigReader, architecture: str) -> ClassicSpec:
     reader = renamed(reader, NAMES, DEFAULTS)
     size = reader.need("rotary_dim")
-    if size % 2 or size > (head_size := reader.need("hidden_size") // reader.need("num_attention_heads")):
+    head_size = reader.need("hidden_size") // reader.need("num_attention_heads")
+    if size % 2 or size > head_size:
         raise reader.fail(f"rotary_dim asks to rotate {size} of {head_size} elements of a head")
     biases = {"qkv_bias": False, "o_bias": False, "mlp_bias": True, "head_bias": True}
     return read_classic(reader, architecture, **biases, rope=RopeSpec(), rotary_size=size)

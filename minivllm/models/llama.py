@@ -63,6 +63,9 @@ def weight_map(spec: LlamaSpec) -> WeightMap:
 def gguf_config(about: Metadata) -> dict[str, Any]:
     window = about.get("attention.sliding_window")
     sliding_llama = bool(window) and about.architecture == "llama"  # Mistral has no GGUF architecture of its own
+    if window and not sliding_llama:
+        name = f"{about.architecture}.attention.sliding_window"
+        raise ModelError(f'{about.file.path}: metadata "{name}" is {window}: which layers have a window is not said')
     kind = "mistral" if sliding_llama else about.architecture
     return decoder_config(about) | {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],

@@ -86,7 +86,7 @@ def read_config(reader: ConfigReader, architecture: str) -> LlamaSpec:
         head_size=reader.optional("head_dim", family.head_size or hidden // heads),
         intermediate_size=reader.need("intermediate_size"),
         vocab_size=reader.need("vocab_size"),
-        rms_eps=float(reader.config.get("rms_norm_eps", 1e-6)),
+        rms_eps=reader.positive("rms_norm_eps", 1e-6),
         rope=rope,
         tie_embeddings=bool(reader.config.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,

@@ -54,20 +54,20 @@ def _original(reader: ConfigReader, parameters: dict[str, Any]) -> int:
 
 
 def _longrope(reader: ConfigReader, parameters: dict[str, Any], original: int, longest: int) -> RopeSpec:
-    factor = float(parameters.get("factor") or longest / original)
+    factor = reader.positive("factor", longest / original, parameters)
     sharpened = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    stated, short = parameters.get("attention_factor"), parameters.get("short_factor")
+    short = parameters.get("short_factor")
     head_size = reader.optional("head_dim", reader.need("hidden_size") // reader.need("num_attention_heads"))
     size = rotary_size(reader, head_size)
     if not isinstance(short, list) or 2 * len(short) != size:
         raise reader.fail(f"short_factor must be a list of {size // 2} numbers, one of each pair of a head")
     return RopeSpec(
         "longrope",
-        float(parameters.get("rope_theta") or reader.config.get("rope_theta") or 10_000.0),
+        reader.positive("rope_theta", reader.positive("rope_theta", 10_000.0), parameters),
         factor,
         original,
-        attention_factor=float(sharpened if stated is None else stated),
-        factors=tuple(map(float, short)),
+        attention_factor=reader.positive("attention_factor", sharpened, parameters),
+        factors=tuple(reader.positive("short_factor", of={"short_factor": value}) for value in short),
     )
 
 

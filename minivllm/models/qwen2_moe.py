@@ -16,7 +16,7 @@ from minivllm.models.checkpoint import WeightMap
 from minivllm.models.decoder import MLP
 from minivllm.models.decoder_config import DecoderSpec, only_silu, read_decoder
 from minivllm.models.rope_decoder import WEIGHTS, PreNormLayer, RopeDecoder
-from minivllm.models.spec import ConfigReader, ExpertsSpec
+from minivllm.models.spec import FULL, ConfigReader, ExpertsSpec
 from minivllm.parallel.group import Ranks
 
 DEFAULTS = {  # Qwen2MoeConfig's
@@ -46,6 +46,8 @@ def read_config(reader: ConfigReader, architecture: str) -> Qwen2MoeSpec:
     reader = replace(reader, config={**DEFAULTS, **reader.config})
     if reader.config.get("use_sliding_window"):
         raise reader.fail("use_sliding_window=True: sliding windows beside experts are not supported")
+    if set(reader.config.get("layer_types") or ()) - {FULL}:
+        raise reader.fail(f"layer_types may name {FULL} alone: sliding windows beside experts are not supported")
     return read_decoder(
         reader,
         architecture,

@@ -62,5 +62,8 @@ def _of_text(reader: ConfigReader) -> ConfigReader:
     own = reader.config.get("text_config")
     if not isinstance(own, dict):
         raise reader.fail("text_config is missing: the text model's fields")
+    tied = {of["tie_word_embeddings"] for of in (reader.config, own) if of.get("tie_word_embeddings") is not None}
+    if len(tied) > 1:
+        raise reader.fail("tie_word_embeddings differs from that of text_config")
     ends = {key: reader.config[key] for key in ("tie_word_embeddings", "architectures") if key in reader.config}
     return replace(reader, config={**ends, **own} | {"architectures": ends.get("architectures")})

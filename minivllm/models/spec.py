@@ -8,8 +8,9 @@ supported is a ModelError; nothing is ignored in silence. No torch here.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from minivllm.errors import ModelError
@@ -20,6 +21,9 @@ Config = Mapping[str, Any]
 # What transformers takes when a config does not say.
 DEFAULT_THETA = 10_000.0
 MAX_LAYERS = 10_000  # what is kept for each layer must fit; the deepest models have some hundreds
+MAX_POSITION = 1 << 25  # a table has a row for each; the longest contexts are of some ten million tokens
+MAX_INT = 1 << 40  # of any size
+SMALLEST, MAX_NUMBER = 1e-30, 1e30  # of any factor: what it is multiplied with stays finite in fp32
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` calls a layer
 
@@ -133,6 +137,26 @@ class EncoderSpec:
         return self.num_layers * layer + tables * self.hidden_size  # norms and biases are below a thousandth
 
 
+class _Noted(dict):
+    """A config that notes which keys are asked for. A copy of it, or with more keys, asks for none."""
+
+    def __init__(self, config: Config, read: set[str]):
+        super().__init__(config)
+        self._read = read
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(str(key))
+        return super().__contains__(key)
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigReader:
     """Fields that many models' configs have, checked as they are read. Each model file's `read_config` asks it."""
@@ -140,32 +164,54 @@ class ConfigReader:
     config: Config
     generation: Config
     where: str
+    read: set[str] = field(default_factory=set)  # keys that were asked for, of this reader and those made of it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config", _Noted(self.config, self.read))
 
     def fail(self, message: str) -> ModelError:
         return ModelError(f"{self.where}: {message}")
 
     def need(self, field: str, kind: type = int) -> Any:
         value = self.config.get(field)
-        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
-            raise self.fail(f'field "{field}" must be a positive {kind.__name__}, got {value!r}')
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= MAX_INT:
+            raise self.fail(f'field "{field}" must be a positive {kind.__name__}, got {shown(value)}')
         return value
+
+    def number(
+        self, field: str, default: float | None = None, of: Config | None = None, low: float = -MAX_NUMBER
+    ) -> float:
+        """of: an object inside of the config; None: the config itself. default: where it has no such field, or null."""
+        value = (self.config if of is None else of).get(field)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= MAX_NUMBER:
+            what = "positive number" if low > 0 else "finite number"
+            raise self.fail(f'field "{field}" must be a {what}, and has a value of the wrong kind: {shown(value)}')
+        return float(value)
 
     def num_layers(self) -> int:
         if (count := self.need("num_hidden_layers")) > MAX_LAYERS:
             raise self.fail(f"num_hidden_layers is {count:,}, and at most {MAX_LAYERS:,} can be")
         return count
 
-    def positive(self, field: str) -> float:
-        value = self.config.get(field)
-        return float(value) if isinstance(value, float) and value > 0 else float(self.need(field))
+    def positive(self, field: str, default: float | None = None, of: Config | None = None) -> float:
+        """As number."""
+        return self.number(field, default, of, low=SMALLEST)
 
     def optional(self, field: str, default: int) -> int:
         return default if self.config.get(field) is None else self.need(field)
 
     def max_position(self, rope: RopeSpec) -> int:
         stated = self.need("max_position_embeddings")
+        if stated > MAX_POSITION:
+            raise self.fail(f"max_position_embeddings is {stated:,}, and at most {MAX_POSITION:,} can be")
+        if rope.kind != "yarn":
+            return stated
         # Qwen's configs state the length before yarn stretches it; others the length after.
-        return max(stated, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else stated
+        if (stretched := rope.original_max_position * rope.factor) > MAX_POSITION:
+            what = f"factor {rope.factor:g} of rope_parameters makes {stretched:g} positions"
+            raise self.fail(f"{what}, and at most {MAX_POSITION:,} can be")
+        return max(stated, int(stretched))
 
     def windows(self, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
         """Of each layer; types: what it is where the config does not say."""
@@ -184,43 +230,54 @@ class ConfigReader:
 
     def rope(self) -> RopeSpec:
         """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
-        r = dict(self.config.get("rope_parameters") or self.config.get("rope_scaling") or {})
+        r = self.rope_parameters()
         kind = r.get("rope_type") or r.get("type") or "default"
-        theta = float(r.get("rope_theta") or self.config.get("rope_theta") or DEFAULT_THETA)
+        theta = self.positive("rope_theta", self.positive("rope_theta", DEFAULT_THETA), r)
         if (r.get("partial_rotary_factor") or self.config.get("partial_rotary_factor") or 1.0) != 1.0:
             raise self.fail("partial_rotary_factor is not supported")
         if kind in ("default", "dynamic"):
             return RopeSpec(kind, theta)
-        original = r.get("original_max_position_embeddings") or self.need("max_position_embeddings")
-        try:
-            if kind == "linear":
-                return RopeSpec(kind, theta, float(r["factor"]))
-            if kind == "llama3":
-                low, high = float(r["low_freq_factor"]), float(r["high_freq_factor"])
-                return RopeSpec(kind, theta, float(r["factor"]), original, low, high)
-            if kind == "yarn":
-                return self.yarn(r, theta, original)
-        except KeyError as e:
-            raise self.fail(f'rope type "{kind}" needs the field {e}') from None
+        original = self.original_position(r) or self.need("max_position_embeddings")
+        needed = {"linear": ("factor",), "llama3": ("low_freq_factor", "high_freq_factor", "factor")}.get(kind, ())
+        if missing := next((field for field in needed if field not in r), None):
+            raise self.fail(f"rope type \"{kind}\" needs the field '{missing}'")
+        if kind == "linear":
+            return RopeSpec(kind, theta, self.positive("factor", of=r))
+        if kind == "llama3":
+            low, high, factor = (self.positive(field, of=r) for field in needed)
+            return RopeSpec(kind, theta, factor, original, low, high)
+        if kind == "yarn":
+            return self.yarn(r, theta, original)
         raise self.fail(f'rope type "{kind}" is not supported. Supported: default, linear, dynamic, llama3, yarn')
 
+    def original_position(self, r: Config) -> int:
+        """original_max_position_embeddings of rope_parameters; 0: it has none."""
+        field = "original_max_position_embeddings"
+        return 0 if r.get(field) is None else int(self.positive(field, of=r))
+
+    def rope_parameters(self) -> dict[str, Any]:
+        found = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        if not isinstance(found, dict):
+            raise self.fail(f"rope_parameters has a value of the wrong kind, not an object: {shown(found)}")
+        return dict(found)
+
     def yarn(self, r: dict[str, Any], theta: float, original: int) -> RopeSpec:
-        factor = float(r.get("factor") or self.need("max_position_embeddings") / original)
+        factor = self.positive("factor", self.need("max_position_embeddings") / original, r)
 
         def sharpen(weight: float) -> float:
             return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-        attention = r.get("attention_factor")
+        attention = None if r.get("attention_factor") is None else self.positive("attention_factor", of=r)
         if attention is None and r.get("mscale") and r.get("mscale_all_dim"):
-            attention = sharpen(r["mscale"]) / sharpen(r["mscale_all_dim"])
+            attention = sharpen(self.positive("mscale", of=r)) / sharpen(self.positive("mscale_all_dim", of=r))
         return RopeSpec(
             "yarn",
             theta,
             factor,
             original,
-            beta_fast=float(r.get("beta_fast") or 32),
-            beta_slow=float(r.get("beta_slow") or 1),
-            attention_factor=float(sharpen(1.0) if attention is None else attention),
+            beta_fast=self.positive("beta_fast", 32.0, r),
+            beta_slow=self.positive("beta_slow", 1.0, r),
+            attention_factor=sharpen(1.0) if attention is None else attention,
             truncate=bool(r.get("truncate", True)),
         )
 
@@ -238,3 +295,8 @@ class ConfigReader:
         if name not in DTYPES:
             raise self.fail(f'dtype "{name}" is not supported. Supported: {", ".join(DTYPES)}')
         return name
+
+
+def shown(value: Any) -> str:
+    """For a message: whatever it is, in some words."""
+    return reprlib.repr(value)

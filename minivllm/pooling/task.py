@@ -4,13 +4,13 @@ before anything is loaded, since to generate and to pool have workers of their o
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minivllm.config import Decision, EngineConfig
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, ModelError
+from minivllm.files import read_json
 from minivllm.models import classifier_named, encoder_named, headless_named
 from minivllm.models.classifier import labels_of
 
@@ -71,10 +71,8 @@ def _of_hub(path: str) -> Made:
 
 def _of_folder(folder: Path) -> Made:
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return DECODER
-    if not isinstance(config, dict):
+        config = read_json(folder / "config.json")
+    except ModelError:
         return DECODER
     if encoder_named(config) == "BertModel":
         return BERT

@@ -8,12 +8,13 @@ some modules, by their names or by patterns; 16 bits are a plain weight.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from minivllm.patterns import patterns
 from minivllm.quantization import awq, gptq
 from minivllm.quantization.base import Scheme
-from minivllm.quantization.modules import ByModule, Rule, Settings, pattern
+from minivllm.quantization.modules import ByModule, Rule, Settings
 
 NAME = "AutoRound"
 GPTQ_ADDED = {"auto_round": 0, "auto_round:gptqmodel": 0, "auto_round:auto_gptq": 1, "auto_round:gptq": 1}
@@ -26,17 +27,13 @@ def from_config(config: Mapping[str, Any], where: str) -> ByModule:
     settings = Settings(config, where, NAME)
     settings.only("rotation_config", None)
     extra = dict(config.get("extra_config") or {})
-    by_name = [key for key in extra if not META.search(key)]
-    rules = [
-        Rule(_covers(key), _scheme(Settings({**config, **extra[key]}, where, NAME)))
-        for key in (*by_name, *(key for key in extra if key not in by_name))  # a name before a pattern
-    ]
+    schemes = {key: _scheme(Settings({**config, **extra[key]}, where, NAME)) for key in extra}
+    listed = [key for key in extra if META.search(key)]
+    rules = [Rule(key.__eq__, schemes[key]) for key in extra if key not in listed]  # a name before a pattern
+    found = patterns(listed, may_follow_anything=True)
+    rules += [Rule(names.begins, schemes[key]) for key, names in zip(listed, found, strict=True)]
     blocks = _blocks(config.get("block_name_to_quantize"))
     return ByModule(NAME, [*rules, Rule(lambda module: not module.startswith(blocks), None)], _scheme(settings))
-
-
-def _covers(key: str) -> Callable[[str], object]:
-    return pattern(key).search if META.search(key) else key.__eq__
 
 
 def _blocks(given: Any) -> tuple[str, ...]:

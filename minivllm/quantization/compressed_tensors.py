@@ -19,10 +19,9 @@ where a file was made for a product of 8 bits with 8, its input_scale is read an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from torch import Tensor
 from minivllm.errors import ModelError
 from minivllm.kernels.cpu.blocks import Blocks
 from minivllm.layers.stored import Axis, TensorSpec
+from minivllm.patterns import Pattern, patterns
 from minivllm.quantization.base import Scheme
 from minivllm.quantization.codes import NO_BLOCK, centred, evenly, in_blocks, in_words, kind_for, scaled, unpack
 from minivllm.quantization.floats import FP8, MX, MXFP4, NV, NVFP4, beside
@@ -126,25 +126,29 @@ class IntQuantized:
         return centred(codes, zeros, evenly(n_in, scales.shape[1], codes.device)), scales
 
 
+class Targets(NamedTuple):
+    """What a list of modules names."""
+
+    names: frozenset[str]  # of modules, and of classes
+    patterns: Sequence[Pattern]
+
+    def name(self, module: str) -> bool:
+        return module in self.names or any(pattern.begins(module) for pattern in self.patterns)
+
+
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    groups: Sequence[tuple[Sequence[str], Scheme]]  # targets and their scheme
-    ignore: Sequence[str]
+    groups: Sequence[tuple[Targets, Scheme]]
+    ignore: Targets
     name: str = "compressed-tensors"
 
     def scheme_for(self, module: str) -> Scheme | None:
         """By name before by class, as the library has it."""
-        if any(_names(target, module) or target == "Linear" for target in self.ignore):
+        if self.ignore.name(module) or "Linear" in self.ignore.names:
             return None
-        by_name = (scheme for targets, scheme in self.groups if any(_names(target, module) for target in targets))
-        by_class = (scheme for targets, scheme in self.groups if "Linear" in targets)
+        by_name = (scheme for targets, scheme in self.groups if targets.name(module))
+        by_class = (scheme for targets, scheme in self.groups if "Linear" in targets.names)
         return next(by_name, None) or next(by_class, None)
-
-
-def _names(target: str, module: str) -> bool:
-    if target.startswith(REGEX):
-        return re.match(target.removeprefix(REGEX), module) is not None
-    return target == module
 
 
 def from_config(config: Mapping[str, Any], where: str) -> CompressedTensors:
@@ -160,7 +164,7 @@ def from_config(config: Mapping[str, Any], where: str) -> CompressedTensors:
     groups = [_group(group, config.get("format"), where) for group in given]
     is_rounded = any(group.get("input_activations") for group in given)
     name = f"compressed-tensors{' (activations are not rounded)' if is_rounded else ''}"
-    return CompressedTensors(groups, _texts(config.get("ignore") or ()), name)
+    return CompressedTensors(groups, _targets(config.get("ignore") or ()), name)
 
 
 def _group(group: Mapping[str, Any], outer: Any, where: str) -> tuple[Sequence[str], Scheme]:
@@ -173,7 +177,7 @@ def _group(group: Mapping[str, Any], outer: Any, where: str) -> tuple[Sequence[s
         raise _unsupported(where, f'format "{layout}" (only {", ".join(LAYOUTS)})')
     weights.only("dynamic", False, None)
     weights.only("actorder", None, "weight", "static")
-    return _texts(group["targets"]), LAYOUTS[layout](weights)
+    return _targets(group["targets"]), LAYOUTS[layout](weights)
 
 
 class _Weights:
@@ -251,15 +255,12 @@ LAYOUTS: Mapping[str, Callable[[_Weights], Scheme]] = {
 }
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _targets(value: Any) -> Targets:
+    """Raises TypeError, ValueError."""
     if isinstance(value, str) or not all(isinstance(text, str) for text in value):
         raise TypeError(f"targets and ignore must be lists of names, got {value!r}")
-    for text in value:
-        try:
-            re.compile(text.removeprefix(REGEX) if text.startswith(REGEX) else "")
-        except (re.error, OverflowError, RecursionError) as e:
-            raise ValueError(f"{text!r}: {e}") from None
-    return tuple(value)
+    names = frozenset(text for text in value if not text.startswith(REGEX))
+    return Targets(names, patterns(text.removeprefix(REGEX) for text in value if text.startswith(REGEX)))
 
 
 def _unsupported(where: str, what: str) -> ModelError:

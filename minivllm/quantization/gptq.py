@@ -22,8 +22,9 @@ from torch import Tensor
 from minivllm.errors import ModelError
 from minivllm.kernels.cpu.blocks import Blocks
 from minivllm.layers.stored import Axis, TensorSpec
+from minivllm.patterns import Pattern, patterns
 from minivllm.quantization.codes import NO_BLOCK, centred, in_blocks, in_words, kind_for, unpack
-from minivllm.quantization.modules import ByModule, Rule, Settings, head_unless, pattern
+from minivllm.quantization.modules import ByModule, Rule, Settings, head_unless
 
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what is added to a stored zero point
 BITS = (4, 2, 3, 5, 6, 7, 8)
@@ -95,9 +96,11 @@ def from_config(config: Mapping[str, Any], where: str) -> ByModule:
     settings.only("is_marlin_format", False)
     settings.only("pack_dtype", "int32")
     settings.only("adapter", None)
-    rules = [_rule(key, changes, config, where) for key, changes in (config.get("dynamic") or {}).items()]
-    if listed := config.get("modules_in_block_to_quantize"):
-        ends = tuple(f".{name}" for names in listed for name in ([names] if isinstance(names, str) else names))
+    dynamic = dict(config.get("dynamic") or {})
+    listed = patterns(key.removeprefix("-:").removeprefix("+:") for key in dynamic)
+    rules = [_rule(key, names, dynamic[key], config, where) for key, names in zip(dynamic, listed, strict=True)]
+    if blocks := config.get("modules_in_block_to_quantize"):
+        ends = tuple(f".{name}" for names in blocks for name in ([names] if isinstance(names, str) else names))
         rules.append(Rule(lambda module: not module.endswith(ends), None))
     return ByModule("GPTQ", [*rules, *head_unless(settings.only("lm_head", False, True))], scheme_of(settings))
 
@@ -109,8 +112,7 @@ def scheme_of(settings: Settings) -> AlongInputs:
     return AlongInputs(bits, size, symmetric, VERSIONS[version], act_order)
 
 
-def _rule(key: str, changes: Any, config: Mapping[str, Any], where: str) -> Rule:
+def _rule(key: str, names: Pattern, changes: Any, config: Mapping[str, Any], where: str) -> Rule:
     """Of `dynamic`: "-:pattern" leaves modules as they are, "+:pattern" or a pattern alone changes settings."""
-    names = pattern(key.removeprefix("-:").removeprefix("+:"))
     scheme = None if key.startswith("-:") else scheme_of(Settings({**config, **changes}, where, "GPTQ"))
-    return Rule(names.match, scheme)
+    return Rule(names.begins, scheme)

@@ -10,9 +10,9 @@ All scales multiply (compressed-tensors' global scale divides). `ignore` has nam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
+from minivllm.patterns import patterns, wildcards
 from minivllm.quantization.base import Scheme
 from minivllm.quantization.floats import FP8, NV, NVFP4, beside
 from minivllm.quantization.modules import ByModule, Rule, Settings
@@ -27,7 +27,8 @@ def from_config(config: Mapping[str, Any], where: str) -> ByModule:
     settings.only("kv_cache_scheme", None)
     settings.only("kv_cache_quant_algo", None)
     listed = settings.texts("ignore") + settings.texts("exclude_modules")
-    left = Rule(lambda module: any(fnmatchcase(module, name) or module.startswith(f"{name}.") for name in listed), None)
+    names, below = patterns(map(wildcards, listed)), tuple(f"{name}." for name in listed)
+    left = Rule(lambda module: module.startswith(below) or any(name.matches(module) for name in names), None)
     if config.get("quant_algo") != "MIXED_PRECISION":
         return ByModule(NAME, [left], _scheme(settings))
     schemes = {name: _scheme(Settings(own, where, "ModelOpt")) for name, own in config["quantized_layers"].items()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minivllm.errors import ModelError
+from minivllm.patterns import patterns
 from minivllm.quantization.base import Scheme
 
 HEAD = "lm_head"
@@ -64,19 +64,11 @@ class Settings:
         )
 
 
-def pattern(text: str) -> re.Pattern[str]:
-    """Raises ValueError for what is none."""
-    try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as e:
-        raise ValueError(f"{text!r}: {e}") from None
-
-
 def unconverted(names: Sequence[str]) -> Rule:
     """A list of modules that were left as they are, as transformers reads it: an entry is a pattern from the name's
-    start to the end of a part, or the name's end."""
-    patterns = [pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in names]
-    return Rule(lambda module: module.endswith(tuple(names)) or any(p.match(module) for p in patterns), None)
+    start to the end of a part, or the name's end. Raises ValueError."""
+    listed = patterns(names)
+    return Rule(lambda module: module.endswith(tuple(names)) or any(p.begins_parts(module) for p in listed), None)
 
 
 def head_unless(is_quantised: bool) -> list[Rule]:

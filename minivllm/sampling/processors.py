@@ -1,8 +1,8 @@
 """The steps that change logits before the draw, in the order of vLLM V1 (`v1/sample/sampler.py`):
 
-allowed_token_ids, bad_words, min_tokens, logit_bias, then the penalties (repetition, frequency, presence). Temperature,
-min-p, top-k, top-p and the draw follow (sampler.py, draw.py). The grammar of structured output, which has a file of its
-own (grammar_mask.py), goes before them all.
+allowed_token_ids, bad_words, min_tokens, begin_suppress_tokens (of transformers, not vLLM), logit_bias, then the
+penalties (repetition, frequency, presence). Temperature, min-p, top-k, top-p and the draw follow (sampler.py, draw.py).
+The grammar of structured output, which has a file of its own (grammar_mask.py), goes before them all.
 
 All are sparse: a row touches a few tokens of the vocabulary, so each step gathers (row, token) pairs of all its rows
 and writes them with one indexed operation. No state of size rows x vocabulary is kept.
@@ -163,6 +163,24 @@ class MinTokens(_PerRow[_MinTokens]):
         return logits
 
 
+class BeginSuppress(_PerRow[np.ndarray]):
+    """Not these as the first token of an output."""
+
+    def join(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+        if not params.begin_suppress_tokens or len(token_ids) > num_prompt_tokens:
+            return False
+        self.states[row] = np.asarray(params.begin_suppress_tokens, np.int64)
+        return True
+
+    def observe(self, row: int, token: int) -> None:
+        self.states.pop(row, None)
+
+    def apply(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+        if users := self.here(rows):
+            logits[_pairs(users, logits.device)] = NEG_INF
+        return logits
+
+
 class LogitBias(_PerRow[tuple[np.ndarray, np.ndarray]]):
     """Adds a number to single logits."""
 
@@ -236,4 +254,4 @@ class Penalties(_PerRow[_Counts]):
         return logits
 
 
-DEFAULT_PROCESSORS = (AllowedTokenIds, BadWords, MinTokens, LogitBias, Penalties)
+DEFAULT_PROCESSORS = (AllowedTokenIds, BadWords, MinTokens, BeginSuppress, LogitBias, Penalties)

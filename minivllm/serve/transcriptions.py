@@ -164,7 +164,12 @@ def params_of(body: SpeechRequest, speech: Speech) -> SamplingParams:
     given = {name: value for name in SAMPLED if (value := getattr(body, name)) is not None}
     never = dict.fromkeys(speech.unsaid, NEVER)
     most = body.max_completion_tokens
-    return SamplingParams(**{"temperature": 0, **given}, max_tokens=most, logit_bias=never or None)
+    return SamplingParams(
+        **{"temperature": 0, **given},
+        max_tokens=most,
+        logit_bias=never or None,
+        begin_suppress_tokens=speech.unsaid_first,
+    )
 
 
 async def text_of(begin: Begin) -> str:

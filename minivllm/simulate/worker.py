@@ -150,7 +150,7 @@ class Answers:
             self._asks[row] = params
         if params.prompt_logprobs is not None:
             self._scores[row] = join.token_ids[: join.num_prompt_tokens], params
-        for name in ("structured", "allowed_token_ids", "logit_bias", "bad_words"):
+        for name in ("structured", "allowed_token_ids", "logit_bias", "bad_words", "begin_suppress_tokens"):
             if getattr(params, name):
                 self._refused[row] = f"{NO_LOGITS}, so nothing that {name} could change"
 

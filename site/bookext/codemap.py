@@ -23,7 +23,20 @@ WHAT = {  # for newcomers
     "parallel": "a device's part",
 }  # fmt: skip
 # Everybody's, or nobody's.
-HIDDEN = {"errors", "registry", "matrix", "machine", "files", "facts", "kv_groups", "orphan", "waiting", "__main__"}
+HIDDEN = {
+    "errors",
+    "registry",
+    "matrix",
+    "machine",
+    "files",
+    "file_keys",
+    "patterns",
+    "facts",
+    "kv_groups",
+    "orphan",
+    "waiting",
+    "__main__",
+}
 HIDDEN |= {"__init__"}
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, WIDTH = 140, 40, 20, 24, 640
 PER_ROW = WIDTH // (BOX_WIDTH + GAP_X)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,23 @@ def test_how_many_languages_a_model_knows_is_told_by_its_file_or_its_size(tmp_pa
     (tmp_path / "generation_config.json").write_text('{"is_multilingual": false, "suppress_tokens": [5, 51865, -1]}')
     assert not Speech(llm.tokenizer, tmp_path, 51_865).is_multilingual
     assert Speech(llm.tokenizer, tmp_path, 51_865).unsaid == [5]
+
+
+def test_an_older_folder_says_in_its_config_what_no_transcript_has(tmp_path, llm):
+    (tmp_path / "config.json").write_text('{"suppress_tokens": [5], "begin_suppress_tokens": [6, 7]}')
+    speech = Speech(llm.tokenizer, tmp_path, 51_865)
+    assert (speech.unsaid, speech.unsaid_first) == ([5], [6, 7])
+    (tmp_path / "generation_config.json").write_text('{"begin_suppress_tokens": [8]}')
+    speech = Speech(llm.tokenizer, tmp_path, 51_865)
+    assert (speech.unsaid, speech.unsaid_first) == ([], [8])
+
+
+@pytest.mark.parametrize("field", ["suppress_tokens", "begin_suppress_tokens"])
+def test_what_is_no_list_of_token_ids_is_refused_by_its_field(tmp_path, llm, field):
+    for value in (7, "ab", [1, "2"], {"1": 2}):
+        (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
+        with pytest.raises(ModelError, match=f'generation_config.json: field "{field}" must be a list of token ids'):
+            Speech(llm.tokenizer, tmp_path, 51_865)
 
 
 def test_a_tokenizer_that_is_no_whispers_is_told_so(llm, tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import json
+import math
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -16,10 +18,11 @@ from loading.gguf_fixture import write_gguf
 from lora.adapters import write_adapter
 
 from minivllm import files
+from minivllm.config import EngineConfig
 from minivllm.engine.tokenizer import TextTokenizer
 from minivllm.errors import AdapterError, ModelError
 from minivllm.files import inside, read_json
-from minivllm.loading import gguf_file, sources
+from minivllm.loading import gguf_file, resolve, sources
 from minivllm.loading.cache import Cache
 from minivllm.loading.gguf_convert import convert
 from minivllm.loading.gguf_file import GGUFFile
@@ -27,6 +30,7 @@ from minivllm.loading.safetensors_io import INDEX, weight_files
 from minivllm.lora.peft import Target, read_adapter
 from minivllm.models import read_spec
 from minivllm.pooling.settings import read_settings
+from minivllm.pooling.task import choose_task
 
 # --- GGUF
 
@@ -196,6 +200,74 @@ def test_json_that_cannot_be_read_is_one_error(tmp_path, value):
     (tmp_path / "config.json").write_text(value, errors="surrogateescape")
     with pytest.raises(ModelError, match=r"config\.json: not readable"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir(), lambda path: path.symlink_to("/dev/zero")])
+def test_only_regular_files_are_read(tmp_path, make):
+    """A pipe to which nothing writes would be read for ever, and /dev/zero too."""
+    make(tmp_path / "config.json")
+    with pytest.raises(ModelError, match=r"config\.json: not "):
+        read_json(tmp_path / "config.json")
+    config = EngineConfig.build(overrides={"model.path": str(tmp_path)})
+    assert choose_task(config).value == "generate"  # loading it says what is wrong
+    with pytest.raises(ModelError, match="no config.json"):
+        resolve(str(tmp_path), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("depth", [70, 900, 100_000])
+def test_a_field_that_is_nested_beyond_reason_is_one_error_that_names_it(tmp_path, depth):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "odd": ' + "[" * depth + "]" * depth + "}")
+    (tmp_path / "model.safetensors").touch()
+    what = 'field "odd" is nested over 64 deep' if depth < 1000 else "not readable as JSON"
+    assert choose_task(EngineConfig.build(overrides={"model.path": str(tmp_path)})).value == "generate"
+    with pytest.raises(ModelError, match=rf"config\.json: {what}"):
+        resolve(str(tmp_path), tmp_path / "cache")
+
+
+ODD = [1e308, -1, 10**400, math.inf, math.nan, "long", True, [1], {"a": 1}]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+LONGROPE |= {"original_max_position_embeddings": 1024, "attention_factor": 1.2}
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: repr(value)[:12])
+@pytest.mark.parametrize(
+    ("architecture", "rope", "field"),
+    [
+        *(
+            ("LlamaForCausalLM", YARN | {"rope_theta": 1e4}, field)
+            for field in (*list(YARN)[1:], "rope_theta", "beta_fast")
+        ),
+        *(("LlamaForCausalLM", YARN, field) for field in ("beta_slow", "attention_factor")),
+        *(("LlamaForCausalLM", LLAMA3, field) for field in list(LLAMA3)[1:]),
+        ("LlamaForCausalLM", {"rope_type": "linear", "factor": 2.0}, "factor"),
+        *(("Phi3ForCausalLM", LONGROPE, field) for field in ("factor", "attention_factor")),
+        ("DeepseekV3ForCausalLM", YARN | {"mscale": 1.0}, "mscale_all_dim"),
+        ("GPTNeoXForCausalLM", {"rope_type": "default"}, "partial_rotary_factor"),
+    ],
+)
+def test_a_number_of_rope_that_cannot_be_is_one_error_that_names_its_field(architecture, rope, field, value):
+    config = {"architectures": [architecture], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"vocab_size": 99, "intermediate_size": 96, "max_position_embeddings": 8192, "num_key_value_heads": 4}
+    config |= {"rms_norm_eps": 1e-6, "layer_norm_eps": 1e-6, "hidden_act": "silu"}
+    if architecture == "GPTNeoXForCausalLM":
+        config["hidden_act"] = "gelu"
+    assert read_spec(config | {"rope_parameters": rope})
+    with pytest.raises(ModelError, match=rf"config\.json: .*{field}"):
+        read_spec(config | {"rope_parameters": rope | {field: value}})
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: repr(value)[:12])
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "vocab_size"]
+)
+def test_a_number_that_cannot_be_is_one_error_that_names_its_field(field, value):
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
+    config |= {"intermediate_size": 96, "max_position_embeddings": 8192, "num_attention_heads": 4}
+    with pytest.raises(ModelError, match=rf"config\.json: .*{field}"):
+        read_spec(config | {field: value})
 
 
 def test_json_has_a_most_that_is_read(tmp_path, monkeypatch):

@@ -146,7 +146,7 @@ def test_smollm2_is_what_its_authors_published(smollm2):
     spec, config = smollm2.spec, json.loads((smollm2.tokenizer_dir / "tokenizer_config.json").read_text())
     assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads) == (30, 576, 9, 3)
     assert (spec.tie_embeddings, spec.max_position, spec.rope.theta) == (True, 8192, 100_000.0)
-    assert spec.eos_token_ids == (2,)
+    assert spec.eos_token_ids == (2, 0, 4)  # <|im_end|>, and what llama.cpp adds: <|endoftext|>, <reponame>
     assert "helpful AI assistant named SmolLM" in config["chat_template"]
 
 

@@ -252,6 +252,45 @@ def test_nonsense_is_a_clear_error(config):
         read_format({"quantization_config": config})
 
 
+ENDLESS = ("((([a-z._0-9])+)+)+!", "(.*)*(.*)*(.*)*!", "(a|b|ab|[a-z.]*)*_proj!")  # with `re`, for any name
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+LISTS = {
+    "compressed-tensors, ignore": lambda text: {
+        **{"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": GROUP}},
+        "ignore": [f"re:{text}"],
+    },
+    "compressed-tensors, targets": lambda text: {
+        **{"quant_method": "compressed-tensors", "format": "float-quantized"},
+        "config_groups": {"a": GROUP | {"targets": [f"re:{text}"]}},
+    },
+    "auto-round": lambda text: AUTO_ROUND | {"extra_config": {text: {"bits": 8}}},
+    "gptq": lambda text: GPTQ | {"dynamic": {f"-:{text}": {}}},
+    "fp8": lambda text: FP8 | {"modules_to_not_convert": [text]},
+    "bitsandbytes": lambda text: BNB | {"llm_int8_skip_modules": [text]},
+    "hqq": lambda text: HQQ | {"skip_modules": [text]},
+    "mxfp4": lambda text: {"quant_method": "mxfp4", "modules_to_not_convert": [text]},
+    "modelopt": lambda text: MODELOPT | {"ignore": ["*" * 50 + "a!"]},
+}
+
+
+@pytest.mark.parametrize("text", ENDLESS)
+@pytest.mark.parametrize("of", LISTS)
+def test_no_pattern_of_a_list_makes_a_name_costly(of, text):
+    """The test ends."""
+    found = read_format({"quantization_config": LISTS[of](text)})
+    plain = read_format({"quantization_config": LISTS[of]("nothing")})
+    assert found is not None and plain is not None
+    for i in range(100):
+        name = f"model.layers.{i}.self_attn.q_proj"
+        assert found.scheme_for(name) == plain.scheme_for(name)
+
+
+@pytest.mark.parametrize("of", [of for of in LISTS if of != "modelopt"])
+def test_a_pattern_that_cannot_be_matched_in_linear_time_is_refused_by_name(of):
+    with pytest.raises(ModelError, match=r'the pattern "\(\?!a\)b" is no regular expression that is supported'):
+        read_format({"quantization_config": LISTS[of]("(?!a)b")})
+
+
 def test_an_order_that_nobody_announced_is_refused(tmp_path):
     write(tmp_path, GPTQ | {"desc_act": True}, shuffled_groups(32))
     path = tmp_path / "quantised" / "config.json"

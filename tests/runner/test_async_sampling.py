@@ -183,7 +183,7 @@ KINDS = [
     {"temperature": 0.9, "frequency_penalty": 0.3, "presence_penalty": 0.1, "logprobs": 20},
     {"temperature": 0.9, "bad_words_token_ids": ((5,), (7, 8))},
     {"temperature": 0.0, "min_tokens": 2, "eos_token_ids": (1, 2)},
-    {"temperature": 0.9, "logit_bias": {5: 1.0, 6: -1.0}},
+    {"temperature": 0.9, "logit_bias": {5: 1.0, 6: -1.0}, "begin_suppress_tokens": (5, 7)},
     {"temperature": 0.9, "allowed_token_ids": [5, 6, 40, 41]},
     {"temperature": 0.9, "structured": StructuredParams(regex="[a-z]{2,9}"), "min_tokens": 2},
     {"temperature": 0.0, "structured": StructuredParams(choice=["yes", "no"]), "logprobs": 2},

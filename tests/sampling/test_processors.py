@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minivllm.request import SamplingParams
-from minivllm.sampling.processors import AllowedTokenIds, BadWords, LogitBias, MinTokens, Penalties
+from minivllm.sampling.processors import AllowedTokenIds, BadWords, BeginSuppress, LogitBias, MinTokens, Penalties
 
 V = 40
 INF = float("inf")
@@ -135,6 +135,24 @@ def test_min_tokens_counts_the_output_of_a_resumed_request(num_output):
     assert MinTokens(V, 8).join(0, params, [1, 1] + [0] * num_output, 2) == (num_output < 3)
 
 
+def test_begin_suppress_equals_transformers_at_every_place_of_an_output():
+    from transformers import SuppressTokensAtBeginLogitsProcessor
+
+    prompt, tokens = [9, 8, 7], [3, 7, 11]
+    params = SamplingParams(begin_suppress_tokens=tokens)
+    oracle = SuppressTokensAtBeginLogitsProcessor(tokens, begin_index=len(prompt))
+    for num_known in range(3):  # of the output, when the request joins: it was preempted
+        output = [3] * num_known
+        processor = BeginSuppress(V, 8)
+        assert processor.join(2, params, [*prompt, *output], len(prompt)) == (not output)
+        for _ in range(3):
+            logits = random_logits(1)
+            expected = oracle(torch.tensor([[*prompt, *output]]), logits.clone())
+            assert torch.equal(processor.apply(logits, np.array([2])), expected)
+            output.append(3)
+            processor.observe(2, 3)
+
+
 def test_allowed_token_ids_and_logit_bias():
     allowed = make(AllowedTokenIds, {4: (SamplingParams(allowed_token_ids=[3, 1, 3]), [0], 1)})
     bias = make(LogitBias, {4: (SamplingParams(logit_bias={"3": -100, 5: 2.5}), [0], 1)})
@@ -147,7 +165,7 @@ def test_allowed_token_ids_and_logit_bias():
     assert torch.equal(got[0], logits[0])
 
 
-@pytest.mark.parametrize("cls", [AllowedTokenIds, BadWords, LogitBias, MinTokens, Penalties])
+@pytest.mark.parametrize("cls", [AllowedTokenIds, BadWords, BeginSuppress, LogitBias, MinTokens, Penalties])
 def test_a_request_that_does_not_use_a_processor_leaves_no_state(cls):
     processor = cls(V, 8)
     assert not processor.join(0, SamplingParams(eos_token_ids=(1,)), [1, 2, 3], 2)

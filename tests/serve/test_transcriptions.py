@@ -111,6 +111,22 @@ def test_a_stream_is_in_order_and_ends_with_the_whole(english):
     assert "".join(delta["delta"] for delta in deltas).strip() == whole["text"]
 
 
+def test_a_transcript_does_not_begin_with_what_the_file_keeps_from_its_beginning(serving, tmp_path):
+    """The likeliest first token is its end: with begin_suppress_tokens the transcript goes on."""
+    words = save_speaking(tmp_path, is_multilingual=False)
+    prompt = [words["<|startoftranscript|>"], words["<|notimestamps|>"]]
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    asked = {"prompt_token_ids": prompt, "multi_modal_data": {"audio": recording(0)}}
+    with LLM(str(tmp_path), overrides={**OPTIONS, "engine.core": "inproc"}) as llm:
+        (first,) = llm.generate(asked, params, use_tqdm=False)[0].outputs[0].token_ids
+    texts = []
+    for unsaid in ([], [first], [first, 9]):
+        save_speaking(tmp_path, is_multilingual=False, eos_token_id=first, begin_suppress_tokens=unsaid)
+        with serving(AsyncLLM(str(tmp_path), overrides=OPTIONS), names=("whisper",)) as url:
+            texts.append(post(url, exact(recording(0))).json()["text"])
+    assert texts[0] == "" and all(texts[1:])
+
+
 def test_languages_and_tasks_are_words_of_the_prompt(several, folders):
     folder, words = folders["several"]
     start, end = words["<|startoftranscript|>"], words["<|notimestamps|>"]

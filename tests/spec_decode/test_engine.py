@@ -19,7 +19,7 @@ PARAMS = {
     "processors": [
         GREEDY.replace(logit_bias=FEW, presence_penalty=0.3),
         GREEDY.replace(logit_bias=FEW, repetition_penalty=1.02, temperature=0.7, seed=1),
-        GREEDY.replace(bad_words_token_ids=((20, 21), (22,))),
+        GREEDY.replace(bad_words_token_ids=((20, 21), (22,)), begin_suppress_tokens=(23, 24, 25), logit_bias=FEW),
         GREEDY.replace(ignore_eos=False, min_tokens=9, stop_token_ids=(20, 21), logit_bias=FEW),
     ],
     "sampled": [GREEDY.replace(temperature=0.4 + 0.2 * i, seed=i, allowed_token_ids=list(range(9))) for i in range(4)],
@@ -53,6 +53,24 @@ def test_the_same_tokens_as_without(method, kind, wanted):
         assert 0 < stats.num_accepted == stats.num_drafted
     elif method != "self_draft":  # two random layers of four guess nothing right
         assert 0 < stats.num_accepted < stats.num_drafted
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"debug.preempt_every": 2}, {"spec_decode.method": "ngram"}, {"scheduler.max_num_batched_tokens": 5}],
+    ids=["preempted", "drafts", "chunks"],
+)
+def test_what_may_not_begin_an_output_may_follow_whatever_the_schedule(options):
+    params = GREEDY.replace(temperature=0.8, seed=3, n=3, logit_bias=FEW, begin_suppress_tokens=tuple(range(20, 24)))
+    with LLM(overrides=SMALL) as llm, LLM(overrides={**SMALL, **options}) as other:
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        both = [
+            [o.token_ids for r in each.generate(prompts, params, use_tqdm=False) for o in r.outputs]
+            for each in (llm, other)
+        ]
+    assert both[0] == both[1]
+    first, later = {ids[0] for ids in both[0]}, {token for ids in both[0] for token in ids[1:]}
+    assert not first & set(range(20, 24)) and later >= set(range(20, 24))
 
 
 def test_a_repeating_request_takes_fewer_steps():
