@@ -156,8 +156,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def document(request: Request) -> Response:
-    state = request.app.state
-    return reply(openapi.document(state.endpoints, state.root_path))
+    return Response(request.app.state.document, media_type="application/json")
 
 
 ENDPOINTS = (
@@ -637,10 +636,9 @@ def create_app(
     app.state.client_timeout = client_timeout
     app.state.connection_limits = connection_limits or ConnectionLimits()
     app.state.refuse_unknown = refuse_unknown
-    app.state.root_path = root_path
     app.state.force_usage = force_usage
     app.state.tokens_as_ids = tokens_as_ids
-    app.state.endpoints = endpoints
+    app.state.document = openapi.encoded(endpoints, root_path)
     app.state.switched_off = () if debug_endpoints else tuple(e.path for e in DEBUG_ENDPOINTS)
     app.state.place = place
     app.state.viewers = set()  # of /debug/live
