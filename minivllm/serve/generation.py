@@ -39,6 +39,7 @@ from minivllm.request import BeamSearchParams, Beside, SamplingParams
 from minivllm.serve import bodies, errors
 from minivllm.serve.connection import encoded
 from minivllm.serve.deadline import Deadline
+from minivllm.serve.keys import salted
 from minivllm.serve.ledger import Ledger, OwnLedger
 from minivllm.serve.limits import Demand, Limits, demand
 from minivllm.serve.off_loop import by_size
@@ -290,7 +291,7 @@ class Job:
             self.params,
             self._request_id(prompt),
             priority=self.body.priority or 0,
-            cache_salt=self.tenant + (self.body.cache_salt or ""),
+            cache_salt=salted(self.tenant, self.body.cache_salt),
             output_kind=kind,
             lora_request=self.service.adapter_of(self.body) or None,
             client=self.client,

@@ -17,9 +17,9 @@ from minivllm.serve.protocol import (
     NOBODY_ASKS,
     TEXT_ONLY,
     CachedTokens,
+    CacheSalt,
     GenerationExtensions,
     Int32,
-    NotEmpty,
     Positive,
     ReasoningTokens,
     RequestBody,
@@ -203,7 +203,7 @@ class ResponsesRequest(GenerationExtensions, kw_only=True):
     metadata: Annotated[dict[str, str] | None, doc("Comes back in the response.")] = None
 
     stream_options: ResponseStreamOptions | None = None
-    cache_salt: Annotated[NotEmpty | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
+    cache_salt: Annotated[CacheSalt | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
     user: Annotated[str | None, hint(NOBODY_ASKS)] = None
     safety_identifier: Annotated[str | None, hint(NOBODY_ASKS)] = None
     service_tier: Annotated[str | None, hint("there is one tier", "auto", "default")] = None
