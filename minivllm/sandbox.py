@@ -34,6 +34,7 @@ import msgspec
 
 from minivllm import child, orphan
 from minivllm.errors import MinivllmError
+from minivllm.wanted import Unwanted
 
 START_SECONDS = 120.0  # until a child is prepared: it may import much, on a machine that is busy
 POLL_SECONDS = 0.05  # how soon it is seen that nobody wants an answer any more
@@ -46,10 +47,6 @@ Work = Callable[[bytes], bytes]
 
 class TooMuch(MinivllmError):
     """The work went over a limit, or brought its process down. The message completes "it ..."."""
-
-
-class Unwanted(MinivllmError):
-    """Nobody waits for the work any more; it has been given up."""
 
 
 class WorkFailed(MinivllmError):

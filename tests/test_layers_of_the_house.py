@@ -26,7 +26,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("matrix",),
     ("config",),
     ("structured",),
-    ("waiting", "child", "orphan"),
+    ("waiting", "wanted", "child", "orphan"),
     ("sandbox",),
     ("request",),
     ("plan", "batch", "facts", "kv_groups"),

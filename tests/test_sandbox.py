@@ -11,7 +11,8 @@ import threading
 import psutil
 import pytest
 
-from minivllm.sandbox import Limits, Sandbox, TooMuch, Unwanted, WorkFailed
+from minivllm.sandbox import Limits, Sandbox, TooMuch, WorkFailed
+from minivllm.wanted import Unwanted
 
 LIMITS = Limits(seconds=60, megabytes=256)  # no test waits for these
 SHORT = Limits(seconds=0.5, megabytes=256)  # which an echo needs none of

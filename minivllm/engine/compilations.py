@@ -20,9 +20,9 @@ from minivllm.engine.grammar_trials import GrammarTrials
 from minivllm.engine.turns import Turns
 from minivllm.errors import BadRequest, MinivllmError
 from minivllm.request import EngineRequest
-from minivllm.sandbox import Unwanted
 from minivllm.structured.compiler import GrammarCompiler
 from minivllm.structured.params import StructuredParams
+from minivllm.wanted import Unwanted
 
 logger = logging.getLogger("minivllm")
 

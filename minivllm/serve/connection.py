@@ -8,7 +8,7 @@ the first. Only what was asked for in the background outlives it (response_shelf
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, NamedTuple, TypeVar
 
@@ -85,7 +85,7 @@ def hint_at_type(headers: Headers) -> str:
     return f". It is called {kind}, and should be application/json: {SAY_JSON}" if kind in UNTOLD[1:] else ""
 
 
-async def watched(work: Coroutine[Any, Any, R], receive: Receive, scope: Scope) -> R:
+async def watched(work: Awaitable[R], receive: Receive, scope: Scope) -> R:
     """The result of `work`. Raises ApiError 499, 503 or 504, once the work has ended, if it had to be cancelled."""
     closing: asyncio.Future = scope["app"].state.closing
     deadline: Deadline | None = scope["state"].get("deadline")

@@ -32,6 +32,7 @@ from minivllm.engine.metrics import Metrics
 from minivllm.engine.output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minivllm.engine.prepare import check_prompt_logprobs, num_logprobs
 from minivllm.engine.prompt_embeds import KEY as PROMPT_EMBEDS
+from minivllm.engine.tokenizer import LONGEST_TOKEN
 from minivllm.errors import BadRequest
 from minivllm.plan import NO_DISTRIBUTION, NO_LOGITS, NO_MEMORY, TOO_SLOW
 from minivllm.registry import did_you_mean
@@ -60,7 +61,6 @@ from minivllm.serve.telemetry import CONTEXT_HEADERS, NoTracing, Tracing
 from minivllm.serve.timings import NoTimings, RequestTimings, Timings, without_nulls
 from minivllm.serve.tools.parsers import ToolParser
 
-LONGEST_TOKEN = 256  # characters: no vocabulary has longer ones
 PER_CHOICE = 16  # that making a choice takes as long as, in log-probabilities
 ENDED_AT_ONCE = 32  # prompts of a request that nobody waits for any more
 DONE = b"data: [DONE]\n\n"

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.engine.metrics import Metrics
-from minivllm.serve import errors, strict
+from minivllm.serve import errors, off_loop, strict
 from minivllm.serve.browsers import Browsers
+from minivllm.serve.connection import watched
 from minivllm.serve.deadline import HEADER as TIMEOUT
 from minivllm.serve.deadline import Deadlines
 from minivllm.serve.keys import ADMITS, Keys
@@ -54,6 +55,7 @@ class Guard:
                 message = self._with_limits(scope, message)
             await send(message)
 
+        off_loop.attending.set(lambda work: watched(work, receive, scope))
         refusal = self._refusal(scope)
         app = self.app if refusal is None else errors.response(refusal, scope["path"])
         try:

@@ -9,6 +9,7 @@ as long as there are runs.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import re
 import sqlite3
@@ -222,7 +223,8 @@ class Shelf:
             writer.job.release()
             raise
         self.runs[writer.response.id] = run
-        run.task = asyncio.create_task(self._work(run))
+        without_client = contextvars.Context()  # off_loop.attending
+        run.task = asyncio.create_task(self._work(run), context=without_client)
         if (deadline := writer.job.deadline) is not None:
             run.timer = asyncio.create_task(run.stop_at(deadline))
         if self._watcher is None or self._watcher.done():

@@ -15,8 +15,8 @@ from minivllm.engine.messages import Abort, Add, Close, Ended, Refused, Report
 from minivllm.engine.step_loop import StepLoop
 from minivllm.errors import BadRequest, MinivllmError
 from minivllm.request import EngineRequest, SamplingParams
-from minivllm.sandbox import Unwanted
 from minivllm.structured.params import StructuredParams
+from minivllm.wanted import Unwanted
 
 
 class SlowCompiler:
