@@ -67,6 +67,7 @@ from minivllm.serve.guard import Guard
 from minivllm.serve.keys import KeyFile, Keys
 from minivllm.serve.ledger import Ledger, OwnLedger
 from minivllm.serve.limits import HEADERS, Limits
+from minivllm.serve.memory import MOST_BODIES
 from minivllm.serve.proxies import Forwarded, TrustedProxies
 from minivllm.serve.rate_limit import RateLimit, RateLimiter
 from minivllm.serve.reasoning.reader import ReasoningReader
@@ -594,6 +595,7 @@ def create_app(
     limits = Limits(*(RateLimiter(most, buckets=of) if most else None for most, of in buckets), sequence_limit)
     app.state.deadlines = deadlines = deadlines or Deadlines()
     around = {"limits": limits, "deadlines": deadlines, "browsers": Browsers(host_names, cors_origins)}
+    around |= {"ledger": ledger, "most_bodies": max(MOST_BODIES, 4 * max_body_bytes)}
     app.add_middleware(Guard, keys=keys, metrics=metrics, paths=paths, **around)
     if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
         headers = ["x-request-id", "x-minivllm-ignored", "retry-after", *HEADERS]

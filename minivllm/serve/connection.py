@@ -25,6 +25,8 @@ from minivllm.serve.patience import SLOWEST
 
 R = TypeVar("R")
 LONGEST_LENGTH = 18  # digits: a longer number is no size of anything, and slow to read
+PART = 64 * 2**10  # bytes that are sent at once
+END = {"type": "http.response.body", "body": b""}
 UNTOLD = ("", "application/x-www-form-urlencoded", "text/plain")
 SAY_JSON = "curl says so with -H 'content-type: application/json'"
 
@@ -57,6 +59,7 @@ async def read_all(request: Request) -> bytes:
                 data += chunk
                 if len(data) > limit:
                     raise errors.too_large(limit)
+                request.state.memory.body(len(data))
                 deadline.reschedule(begin + patience + len(data) / SLOWEST)
     except TimeoutError:
         raise errors.too_slow(patience) from None
@@ -128,11 +131,13 @@ class JSONAnswer:
         result = await watched(self.work, receive, scope)
         *pieces, last = await encoded(result, client_of(scope.get("state", {})))
         length = sum(map(len, pieces)) + len(last)
+        scope["state"]["memory"].answer(length)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
         await send(_start(headers, self.request_id))
         for piece in pieces:
-            await send(_more(piece))
-        await send({"type": "http.response.body", "body": last})
+            await send_in_parts(piece, send)
+        await send_in_parts(last, send)
+        await send(END)
 
 
 class Bytes(NamedTuple):
@@ -151,7 +156,9 @@ class BytesAnswer:
         data, headers, media_type = await watched(self.work, receive, scope)
         length = (b"content-length", str(len(data)).encode())
         await send(_start([(b"content-type", media_type), length, *headers], self.request_id))
-        await send({"type": "http.response.body", "body": data})
+        scope["state"]["memory"].answer(len(data))
+        await send_in_parts(data, send)
+        await send(END)
 
 
 class EventStream:
@@ -204,6 +211,12 @@ STREAM_HEADERS = [
 def _start(headers: list[tuple[bytes, bytes]], request_id: str) -> dict[str, Any]:
     headers = [*headers, (b"x-request-id", request_id.encode())]
     return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+async def send_in_parts(data: bytes, send: Send) -> None:
+    """As the client reads: a part goes into the connection's buffer once the one before it has left that."""
+    for begin in range(0, len(data), PART):
+        await send(_more(data[begin : begin + PART]))
 
 
 def _more(data: bytes) -> dict[str, Any]:

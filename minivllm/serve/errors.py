@@ -65,6 +65,16 @@ def answers_full() -> ApiError:
     return error
 
 
+def bodies_full() -> ApiError:
+    """The rest of this body is not read, so its connection ends."""
+    error = ApiError(
+        429, "the bodies of your requests that are not answered yet are too large together; try again later"
+    )
+    error.code = "bodies_full"
+    error.headers |= {"retry-after": str(RETRY_SECONDS), "connection": "close"}
+    return error
+
+
 def replica_dead() -> ApiError:
     error = ApiError(503, "the replica that ran this request has ended; send the request again", code="replica_dead")
     error.headers["retry-after"] = str(RETRY_SECONDS)

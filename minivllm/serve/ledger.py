@@ -56,7 +56,12 @@ class Ledger(Protocol):
 
     @property
     def answer_bytes(self) -> Holdings:
-        """By client: of long answers (shares.py)."""
+        """By client: of long answers, while they are made and while they are sent (shares.py, memory.py)."""
+        ...
+
+    @property
+    def body_bytes(self) -> Holdings:
+        """By client: of bodies, from their first byte until they are answered (memory.py)."""
         ...
 
     @property
@@ -122,4 +127,5 @@ class OwnLedger:
 
     def __init__(self) -> None:
         self.sequences, self.answer_bytes, self.connections = OwnHoldings(), OwnHoldings(), OwnHoldings()
+        self.body_bytes = OwnHoldings()
         self.requests, self.tokens = OwnBuckets(), OwnBuckets()

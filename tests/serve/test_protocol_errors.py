@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from minivllm.serve.keys import salted
+
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -296,4 +298,4 @@ def test_health_is_503_once_the_engine_has_died(fake):
 
 def test_priority_and_cache_salt_reach_the_engine(fake):
     httpx.post(f"{fake.url}/v1/completions", json={"prompt": "x", "priority": -3, "cache_salt": "s"})
-    assert (fake.engine.calls[0].priority, fake.engine.calls[0].salt) == (-3, "s")
+    assert (fake.engine.calls[0].priority, fake.engine.calls[0].salt) == (-3, salted("", "s"))
