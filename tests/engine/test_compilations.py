@@ -117,6 +117,26 @@ def test_a_clients_grammar_waits_for_no_more_than_one_of_a_flood(monkeypatch):
     compilations.close()
 
 
+def test_beside_a_flood_of_grammars_that_never_end_anothers_is_compiled_at_once():
+    compiler = SlowCompiler()
+    real = compiler.compile
+
+    def compile_own(params, is_wanted):
+        if params.regex == "own":
+            compiler.compiled.append(params.key)
+        else:
+            real(params, is_wanted)
+
+    compiler.compile = compile_own
+    compilations = make_compilations(compiler)
+    for client, regex in [*(("flood", f"a{{{i}}}") for i in range(1, 12)), ("quiet", "own")]:
+        params = SamplingParams(structured=StructuredParams(regex=regex))
+        assert compilations.hold(EngineRequest(f"{client}-{regex}", [1], params, client=client))
+    wait_for(lambda: len(compiler.compiled) == 1)
+    compiler.gate.set()
+    compilations.close()
+
+
 def test_nobody_overtakes_those_whose_grammar_has_just_been_compiled():
     compiler = SlowCompiler()
     compilations = make_compilations(compiler)
