@@ -27,7 +27,7 @@ R = TypeVar("R")
 LONGEST_LENGTH = 18  # digits: a longer number is no size of anything, and slow to read
 PART = 64 * 2**10  # bytes that are sent at once
 END = {"type": "http.response.body", "body": b""}
-UNTOLD = ("", "application/x-www-form-urlencoded", "text/plain")
+UNTOLD = ("", "application/x-www-form-urlencoded")
 SAY_JSON = "curl says so with -H 'content-type: application/json'"
 
 
@@ -67,8 +67,9 @@ async def read_all(request: Request) -> bytes:
 
 
 def _check_media_type(headers: Headers) -> None:
-    """JSON, or what a tool that was told nothing calls it (curl -d: a form). A page in a browser may send only such
-    types to a server that has not asked for it (CORS), so from there it must be JSON."""
+    """JSON, or what a tool that was told nothing calls it (curl -d: a form, as in Ollama's documentation). A page in a
+    browser may send a form to a server that has not asked for it (CORS), so from there it must be JSON; and text/plain
+    may come from a page that names no origin."""
     kind = media_type(headers)
     is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
     if not is_json and (kind not in UNTOLD or "origin" in headers):
@@ -158,6 +159,24 @@ class BytesAnswer:
         await send(_start([(b"content-type", media_type), length, *headers], self.request_id))
         scope["state"]["memory"].answer(len(data))
         await send_in_parts(data, send)
+        await send(END)
+
+
+class JSONParts:
+    """An ASGI response: JSON that is there, read in parts as the client takes them."""
+
+    def __init__(self, length: int, parts: AsyncIterator[bytes]):
+        self.length, self.parts = length, parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with aclosing(self.parts) as parts:
+            async for part in parts:
+                if not started:
+                    started = True
+                    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % self.length)]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send_in_parts(part, send)
         await send(END)
 
 

@@ -139,9 +139,13 @@ class Service:
 
     def admit_answer(self, client: str, num_bytes: int) -> None:
         """Raises ApiError 429 for a long answer while others that are being made may take all that there is."""
-        most = most_answer_bytes(self.request_limits.answer_bytes, self.engine.max_model_len)
-        if self.max_waiting is not None and not self.long_answers.has_room(client, num_bytes, most):
+        if self.max_waiting is not None and not self.long_answers.has_room(client, num_bytes, self.most_answer_bytes):
             raise errors.answers_full()
+
+    @property
+    def most_answer_bytes(self) -> int:
+        """Of all answers together, a client's equal part aside."""
+        return most_answer_bytes(self.request_limits.answer_bytes, self.engine.max_model_len)
 
     @property
     def model(self) -> str:

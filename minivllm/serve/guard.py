@@ -63,6 +63,7 @@ class Guard:
         off_loop.attending.set(lambda work: watched(work, receive, scope))
         refusal = self._refusal(scope)
         state = scope.setdefault("state", {})
+        off_loop.serves.set(state.get("client", ""))
         state["memory"] = memory = Memory(self.ledger, state.get("client", ""), self.most_bodies)
         app = self.app if refusal is None else errors.response(refusal, scope["path"])
         try:

@@ -38,8 +38,11 @@ class Memory:
             self._bodies.add(self._client, more)
         self._body += more
 
-    def answer(self, num_bytes: int) -> None:
-        """So much is there to be sent."""
+    def answer(self, num_bytes: int, most: int | None = None) -> None:
+        """So much is there to be sent. most: raises ApiError 429 where that and what others hold is more; None: it was
+        admitted before it was made."""
+        if most is not None and not self._answers.has_room(self._client, num_bytes, most):
+            raise errors.answers_full()
         self._answers.take(self._client, num_bytes)
         self._answer = num_bytes
 

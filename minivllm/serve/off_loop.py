@@ -41,6 +41,8 @@ _waiting_threads = FairThreads(NUM_THREADS, "off-loop-unbounded")  # so that not
 # Of the request that is served: waits with its client. What goes on without its client has none (response_shelf.py).
 attending: ContextVar[Callable[[Awaitable[Any]], Awaitable[Any]] | None] = ContextVar("attending", default=None)
 
+serves: ContextVar[str] = ContextVar("serves", default="")  # on whose account; what has none is the server's own
+
 
 class _Errand(Generic[R]):
     """Work, as long as its owner waits for it."""
