@@ -189,10 +189,10 @@ def test_a_root_path_is_a_path(capsys, prefix):
 
 
 def test_ping_and_load(fake):
-    assert httpx.get(f"{fake.url}/ping").json() == {"status": "ok"}
+    assert httpx.get(f"{fake.url}/ping").json() == httpx.post(f"{fake.url}/ping").json() == {"status": "ok"}
     assert httpx.get(f"{fake.url}/load").json() == {"server_load": 0}
     fake.engine.is_running = False
-    assert httpx.get(f"{fake.url}/ping").status_code == 503
+    assert httpx.get(f"{fake.url}/ping").status_code == httpx.post(f"{fake.url}/ping").status_code == 503
 
 
 @pytest.fixture(scope="module")
