@@ -69,7 +69,7 @@ class TraceRecorder:
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.perf_counter):
         try:
-            self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds prompts
         except OSError as e:
             raise TraceError(f"cannot write the trace {path}: {e.strerror}") from None
         self._path = path

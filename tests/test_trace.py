@@ -278,3 +278,9 @@ def test_a_run_of_a_real_model_replays_to_the_same_tokens(tmp_path):
     for inputs in ("persistent", "rebuild"):
         report = trace.replay(path, overrides={"runner.inputs": inputs})
         assert report.divergence is None and report.num_tokens == 5 * 40
+
+
+def test_a_trace_is_its_users_alone(tmp_path):
+    recorder = trace.TraceRecorder(path := tmp_path / "run.jsonl")
+    recorder.close()
+    assert path.stat().st_mode & 0o777 == 0o600

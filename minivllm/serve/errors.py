@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -73,6 +74,12 @@ def bodies_full() -> ApiError:
     error.code = "bodies_full"
     error.headers |= {"retry-after": str(RETRY_SECONDS), "connection": "close"}
     return error
+
+
+def store_failed(error: sqlite3.Error) -> ApiError:
+    """Of responses: the disk is full, or cannot be read or written."""
+    status = 507 if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL else 503
+    return ApiError(status, f"the store of responses cannot be used: {error}", code="store_failed")
 
 
 def replica_dead() -> ApiError:
@@ -149,6 +156,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(404, str(error), code="model_not_found", param=error.param)
     if isinstance(error, BadRequest):
         return ApiError(400, str(error), param=error.param)
+    if isinstance(error, sqlite3.Error):
+        logger.error("the store of responses cannot be used: %r", error)
+        return store_failed(error)
     if isinstance(error, RecursionError):  # only what a client has sent is nested as deep as it likes
         return ApiError(400, "the request is nested too deeply", code="nested_too_deeply")
     if isinstance(error, ClientDisconnect):
@@ -272,5 +282,6 @@ HANDLERS = {
     EngineDead: on_error,
     ClientDisconnect: on_error,
     RecursionError: on_error,
+    sqlite3.Error: on_error,
     Exception: on_error,  # Starlette raises it again once answered, and uvicorn logs the traceback
 }

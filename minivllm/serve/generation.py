@@ -286,8 +286,9 @@ class Job:
         return num_prompt + sum(metrics.num_generation_tokens for metrics in self.made)
 
     def _request_id(self, prompt: int) -> str:
-        """What the engine calls it."""
-        return f"{self.id}-{prompt}"
+        """What the engine calls it. An id that a client has chosen is its own: another may have the same."""
+        own = f"@{self.client}" if self.body.request_id and self.client else ""
+        return f"{self.id}-{prompt}{own}"
 
     def _generate(self, prompt: int, kind: str) -> AsyncGenerator[RequestOutput, None]:
         return self.service.engine.generate(

@@ -138,9 +138,16 @@ class Run:
         return [self.writer.told("failed")]
 
 
+def steady_clock() -> Callable[[], float]:
+    """Seconds since the epoch, by the system's clock as it is now: when that jumps, nothing becomes older at once."""
+    ticks = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the former goes on while the machine sleeps
+    begin = time.time() - time.clock_gettime(ticks)
+    return lambda: begin + time.clock_gettime(ticks)
+
+
 class Shelf:
     def __init__(self, store: ResponseStore):
-        self.store = store
+        self.store, self._now = store, steady_clock()
         self.runs: dict[str, Run] = {}
         self._threads = FairThreads(2, "responses")  # SQLite waits for the disk, and for other servers
         self._watcher: asyncio.Task | None = None
@@ -170,7 +177,7 @@ class Shelf:
         """What comes before the input of a request that goes on from response `id`."""
         if id is None:
             return []
-        items, status = await self._do(self._earlier, id, owner, max_bytes, time.time())
+        items, status = await self._do(self._earlier, id, owner, max_bytes, self._now())
         if status in ("queued", "in_progress"):
             why = f'"{id}" is {status}; wait until it is complete'
             raise errors.ApiError(400, f"previous_response_id: {why}", "response_not_complete", "previous_response_id")
@@ -201,7 +208,7 @@ class Shelf:
     async def keep(self, writer: Writer, asked: Asked) -> None:
         """A response that is whole. If that fails, it says that it is not stored."""
         try:
-            await self._do(self.store.put, self._record(writer, asked), time.time())
+            await self._do(self.store.put, self._record(writer, asked), self._now())
         except (sqlite3.Error, TooLarge) as error:
             logger.error("response %s is not kept: %s", writer.response.id, repr(error))
             writer.response.store = False
@@ -221,7 +228,7 @@ class Shelf:
             run.tell(writer.told("created"), writer.told("queued"))
             writer.opening = ("in_progress",)
             live = {"server": self.store.server, "events": b"" if asked.streamed else None}
-            await self._do(self.store.put, self._record(writer, asked, **live), time.time())
+            await self._do(self.store.put, self._record(writer, asked, **live), self._now())
         except TooLarge:
             writer.job.release()
             raise BadRequest("input is larger than all that may be kept (--store-max-bytes)", "input") from None
@@ -263,7 +270,7 @@ class Shelf:
             run.timer.cancel()
         events = b"".join([*run.events, *ending]) if run.streamed else None
         try:
-            await self._do(self.store.finish, response.id, msgspec.json.encode(response), events, time.time())
+            await self._do(self.store.finish, response.id, msgspec.json.encode(response), events, self._now())
         except sqlite3.Error:
             logger.exception("the end of response %s is not kept", response.id)
         del self.runs[response.id]
@@ -289,11 +296,11 @@ class Shelf:
     async def seen(self, id: str, owner: str) -> Seen:
         """Raises ApiError 404."""
         owner, is_lost = self.store.owner(owner), id not in self.runs
-        seen = await self._do(self.store.seen, id, owner, time.time())
+        seen = await self._do(self.store.seen, id, owner, self._now())
         if seen is not None and is_lost and seen.server == self.store.server:  # its end could not be kept
             error = msgspec.to_builtins(ResponseError("server_error", "what came of this response could not be kept"))
-            await self._do(self.store.stop, id, owner, "failed", error, time.time())
-            seen = await self._do(self.store.seen, id, owner, time.time())
+            await self._do(self.store.stop, id, owner, "failed", error, self._now())
+            seen = await self._do(self.store.seen, id, owner, self._now())
         if seen is None:
             raise not_here(id)
         return seen
@@ -321,7 +328,7 @@ class Shelf:
 
     async def is_background(self, id: str, owner: str) -> bool:
         await self.seen(id, owner)
-        return await self._do(self._is_background, id, self.store.owner(owner), time.time())
+        return await self._do(self._is_background, id, self.store.owner(owner), self._now())
 
     def _is_background(self, id: str, owner: str, now: float) -> bool:
         record = self.store.get(id, owner, now)
@@ -331,7 +338,7 @@ class Shelf:
         """Of all that it answers: also what came before its own input, answers included. Raises ApiError, and
         BadRequest."""
         await self.seen(id, owner)
-        return await self._do(self._page, id, owner, query, max_bytes, time.time())
+        return await self._do(self._page, id, owner, query, max_bytes, self._now())
 
     def _page(self, id: str, owner: str, query: InputItemsQuery, max_bytes: int, now: float) -> ItemList:
         asked = query.after, query.limit, query.order == "desc", max_bytes, now
@@ -346,7 +353,7 @@ class Shelf:
     async def items(self, wanted: Mapping[str, str], owner: str, max_bytes: int) -> dict[str, InputItem]:
         """By id. wanted: the places of the request where they are, by id. Their responses may not have more bytes than
         a request that sends them. Raises ApiError, naming the place of one that is not there."""
-        return await self._do(self._items, wanted, owner, max_bytes, time.time())
+        return await self._do(self._items, wanted, owner, max_bytes, self._now())
 
     def _items(self, wanted: Mapping[str, str], owner: str, max_bytes: int, now: float) -> dict[str, InputItem]:
         found: dict[str, dict[str, Any]] = {}
@@ -376,7 +383,7 @@ class Shelf:
         """One that is over stays as it was."""
         await self.seen(id, owner)
         await self._stop(id)
-        await self._do(self.store.stop, id, self.store.owner(owner), "cancelled", None, time.time())  # another server's
+        await self._do(self.store.stop, id, self.store.owner(owner), "cancelled", None, self._now())  # another server's
 
     async def _stop(self, id: str) -> None:
         if (run := self.runs.get(id)) is not None:
@@ -394,7 +401,7 @@ class Shelf:
         while (seen := await self.seen(id, owner)).server is not None:
             await asyncio.sleep(LOOK_SECONDS)
         if not seen.num_events:
-            record = await self._do(self.store.get, id, self.store.owner(owner), time.time())
+            record = await self._do(self.store.get, id, self.store.owner(owner), self._now())
             if record is None:
                 raise not_here(id)
             yield untold_end(record, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -572,3 +573,27 @@ def test_reading_what_is_kept_counts_among_a_clients_requests(serving, fake_engi
         assert httpx.get(f"{url}/v1/responses/{id}").headers["x-ratelimit-remaining-requests"] == "0"
         assert httpx.get(f"{url}/v1/responses/{id}/input_items").status_code == 429
         assert httpx.get(f"{url}/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(("code", "status"), [(sqlite3.SQLITE_FULL, 507), (sqlite3.SQLITE_IOERR, 503)])
+def test_a_disk_that_is_full_is_told_as_that(kept, monkeypatch, code, status):
+    one = kept.ask()
+
+    def full(*_):
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(ResponseStore, "put", full)
+    monkeypatch.setattr(ResponseStore, "delete", full)
+    url = f"{kept.url}/v1/responses"
+    for reply in (httpx.post(url, json={"input": "x", "background": True}), httpx.delete(f"{url}/{one.id}")):
+        assert reply.status_code == status and reply.json()["error"]["code"] == "store_failed"
+    assert httpx.get(f"{url}/{one.id}").status_code == 200
+
+
+def test_what_is_kept_survives_a_clock_that_jumps(kept, monkeypatch):
+    one, real = kept.ask(), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 60 * 86_400)
+    two = kept.ask()
+    assert {httpx.get(f"{kept.url}/v1/responses/{each.id}").status_code for each in (one, two)} == {200}
