@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
 
-from minivllm.serve.ledger import Bucket
+from minivllm.serve.ledger import Bucket, Holdings
 
 NUM_ROWS = 2**15  # as many as four servers have connections
 SAMPLE = 16
@@ -68,8 +68,10 @@ class SharedLedger:
         self._number, self._secret = number, secret
         self._rows: dict[str, int] = {}  # where a client was last
         self._depth = 0
-        things = (_SharedHoldings(self, i) for i in range(len(THINGS)))
-        self.sequences, self.answer_bytes, self.connections, self.body_bytes = things
+        self.sequences, self.answer_bytes, self.connections, bodies = (
+            _SharedHoldings(self, i) for i in range(len(THINGS))
+        )
+        self.body_bytes: Holdings = bodies
         self.requests, self.tokens = (_SharedBuckets(self, i) for i in range(len(BUCKETS)))
 
     @contextmanager

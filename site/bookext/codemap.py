@@ -23,8 +23,20 @@ WHAT = {  # for newcomers
     "parallel": "a device's part",
 }  # fmt: skip
 # Everybody's, or nobody's.
-HIDDEN = {"errors", "registry", "matrix", "machine", "files", "facts", "kv_groups", "orphan", "waiting", "__main__"}
-HIDDEN |= {"__init__"}
+HIDDEN = {
+    "errors",
+    "registry",
+    "matrix",
+    "machine",
+    "files",
+    "facts",
+    "kv_groups",
+    "orphan",
+    "waiting",
+    "__main__",
+    "wanted",
+}
+HIDDEN |= {"__init__", "wanted"}
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, WIDTH = 140, 40, 20, 24, 640
 PER_ROW = WIDTH // (BOX_WIDTH + GAP_X)
 

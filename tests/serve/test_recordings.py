@@ -24,7 +24,8 @@ DOCUMENTED |= {("WAVEX", kind) for _, kind in DOCUMENTED}
 DOCUMENTED |= {("FLAC", kind) for kind in ("PCM_S8", "PCM_16", "PCM_24")}
 DOCUMENTED |= {("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_I"), ("MP3", "MPEG_LAYER_II")}
 DOCUMENTED |= {("MP3", "MPEG_LAYER_III")}
-KINDS = [(kind, sub) for kind in soundfile.available_formats() for sub in soundfile.available_subtypes(kind)]
+FORMATS = sorted(soundfile.available_formats().keys() - {"SD2"})  # which would write a second file, beside the test
+KINDS = [(kind, sub) for kind in FORMATS for sub in soundfile.available_subtypes(kind)]
 
 
 def written(kind: str, sub: str) -> bytes | None:
