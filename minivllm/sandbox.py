@@ -5,6 +5,8 @@
                ----------- task ------------------->
                <---------- work(task) --------------
 
+Work that makes its answer in parts is a generator of them, and asked by `stream`.
+
 A thread cannot be stopped, and a compiler or a template can be made to run for ever: a process can be killed. One that
 was is replaced by the next `run`. Its limits are wall-clock time, by the parent's watch, and address space beyond what
 it has once it is prepared (RLIMIT_AS); a limit of CPU time (RLIMIT_CPU) ends it if nobody watches any more. On Linux
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -34,22 +36,19 @@ import msgspec
 
 from minivllm import child, orphan
 from minivllm.errors import MinivllmError
+from minivllm.wanted import Unwanted
 
 START_SECONDS = 120.0  # until a child is prepared: it may import much, on a machine that is busy
 POLL_SECONDS = 0.05  # how soon it is seen that nobody wants an answer any more
 CPU_PER_SECOND = 8  # CPU seconds for one of the clock: its threads
 _LENGTH = struct.Struct("<Q")
-_DONE, _FAILED, _NO_MEMORY = b"d", b"f", b"m"  # the first byte of what a child sends
+_DONE, _FAILED, _NO_MEMORY, _PART = b"d", b"f", b"m", b"p"  # the first byte of what a child sends
 
-Work = Callable[[bytes], bytes]
+Work = Callable[[bytes], bytes | None | Iterator[bytes]]
 
 
 class TooMuch(MinivllmError):
     """The work went over a limit, or brought its process down. The message completes "it ..."."""
-
-
-class Unwanted(MinivllmError):
-    """Nobody waits for the work any more; it has been given up."""
 
 
 class WorkFailed(MinivllmError):
@@ -78,8 +77,8 @@ class Sandbox:
     """One child. Calls from several threads take turns."""
 
     def __init__(self, module: str, setup: bytes, limits: Limits):
-        """module: has prepare(setup: bytes) -> work(task: bytes) -> bytes, which tell of expected errors in their
-        answer. Starts nothing yet."""
+        """module: has prepare(setup: bytes) -> work(task: bytes) -> bytes, or an iterator of them, which tell of
+        expected errors in their answer. Starts nothing yet."""
         self._module, self._setup, self._limits = module, setup, limits
         self._child: _Child | None = None
         self._turn = threading.Lock()
@@ -100,12 +99,17 @@ class Sandbox:
 
     def run(self, task: bytes, is_wanted: Callable[[], bool] = _always) -> bytes:
         """Raises TooMuch, Unwanted or WorkFailed. is_wanted: asked now and then; False kills the child."""
+        return b"".join(self.stream(task, is_wanted))
+
+    def stream(self, task: bytes, is_wanted: Callable[[], bool] = _always) -> Iterator[bytes]:
+        """The parts of the answer as they are made, at most one ahead of the reader; raises as `run`. Nobody else has
+        a turn before the last; one that is left before is killed."""
         with self._turn:
             if not is_wanted() or self._is_closed:
                 raise Unwanted("nobody waits for it")
             at_work = self._prepared()
             try:
-                return at_work.answer(task, self._limits.seconds, is_wanted)
+                yield from at_work.answers(task, self._limits.seconds, is_wanted)
             except WorkFailed:
                 raise
             except BaseException:
@@ -129,7 +133,8 @@ class Sandbox:
             limits = self._limits
             try:
                 told = msgspec.msgpack.encode(Setup(self._setup, limits.seconds, limits.megabytes))
-                self._child.answer(told, START_SECONDS, lambda: not self._is_closed)
+                for _ in self._child.answers(told, START_SECONDS, lambda: not self._is_closed):
+                    pass
             except BaseException:
                 self._end()
                 raise
@@ -151,20 +156,22 @@ class _Child:
         self._poll = select.poll()
         self._poll.register(self._from_child, select.POLLIN)
 
-    def answer(self, told: bytes, seconds: float, is_wanted: Callable[[], bool]) -> bytes:
+    def answers(self, told: bytes, seconds: float, is_wanted: Callable[[], bool]) -> Iterator[bytes]:
         deadline = time.monotonic() + seconds
         try:
             child.send_bytes(self.process, told)
         except BrokenPipeError:
             raise TooMuch(self._how_it_ended()) from None
-        length = _LENGTH.unpack(self._read(_LENGTH.size, deadline, seconds, is_wanted))[0]
-        sent = self._read(length, deadline, seconds, is_wanted)
-        kind, rest = sent[:1], bytes(sent[1:])
-        if kind == _NO_MEMORY:
-            raise TooMuch("takes too much memory")
-        if kind == _FAILED:
-            raise WorkFailed(rest.decode(errors="replace"))
-        return rest
+        kind = _PART
+        while kind == _PART:
+            length = _LENGTH.unpack(self._read(_LENGTH.size, deadline, seconds, is_wanted))[0]
+            sent = self._read(length, deadline, seconds, is_wanted)
+            kind, rest = bytes(sent[:1]), bytes(memoryview(sent)[1:])
+            if kind == _NO_MEMORY:
+                raise TooMuch("takes too much memory")
+            if kind == _FAILED:
+                raise WorkFailed(rest.decode(errors="replace"))
+            yield rest
 
     def _read(self, size: int, deadline: float, seconds: float, is_wanted: Callable[[], bool]) -> bytearray:
         found = bytearray()
@@ -202,28 +209,35 @@ def main(module: str) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
     told = msgspec.msgpack.decode(child.read_bytes(), type=Setup)
     work: list[Work] = []
-    _send(to_parent, _answer(lambda setup: work.append(importlib.import_module(module).prepare(setup)), told.setup))
+    _send(to_parent, _answers(lambda setup: work.append(importlib.import_module(module).prepare(setup)), told.setup))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_AS, _address_space() + (told.megabytes << 20))
     while True:
         task = child.read_bytes()
         _limit_cpu(told.seconds)
-        _send(to_parent, _answer(work[0], task))
+        _send(to_parent, _answers(work[0], task))
 
 
-def _answer(work: Callable[[bytes], bytes | None], task: bytes) -> bytes:
+def _answers(work: Work, task: bytes) -> Iterator[bytes]:
     try:
-        return _DONE + (work(task) or b"")
+        made = work(task)
+        if made is None or isinstance(made, bytes):
+            yield _DONE + (made or b"")
+            return
+        for part in made:
+            yield _PART + part
+        yield _DONE
     except MemoryError:
-        return _NO_MEMORY
+        yield _NO_MEMORY
     except BaseException as error:
-        return _FAILED + f"{type(error).__name__}: {error}".encode(errors="replace")
+        yield _FAILED + f"{type(error).__name__}: {error}".encode(errors="replace")
 
 
-def _send(to_parent: int, answer: bytes) -> None:
-    left = memoryview(_LENGTH.pack(len(answer)) + answer)
-    while left:
-        left = left[os.write(to_parent, left) :]
+def _send(to_parent: int, answers: Iterator[bytes]) -> None:
+    for answer in answers:
+        left = memoryview(_LENGTH.pack(len(answer)) + answer)
+        while left:
+            left = left[os.write(to_parent, left) :]
 
 
 def _address_space() -> int:

@@ -69,7 +69,7 @@ class TraceRecorder:
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.perf_counter):
         try:
-            self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds prompts
         except OSError as e:
             raise TraceError(f"cannot write the trace {path}: {e.strerror}") from None
         self._path = path
@@ -156,6 +156,8 @@ def read(path: str | Path) -> Trace:
     records = [_decode(path, number, line) for number, line in enumerate(whole.splitlines(), start=1)]
     if not records or records[0].get("schema") != SCHEMA:
         raise TraceError(f"{path} is not a trace: its first line must have the schema {SCHEMA}")
+    for number, line in enumerate(whole.splitlines()[1:], start=2):
+        _check(path, number, line)
     return Trace(records[0], records[1:])
 
 
@@ -164,6 +166,33 @@ def _decode(path: str | Path, number: int, line: bytes) -> Record:
         return msgspec.json.decode(line, type=dict)
     except msgspec.DecodeError as e:
         raise TraceError(f"{path}, line {number} is damaged ({e}); record the run again") from None
+
+
+class _Added(msgspec.Struct, tag_field="type", tag="add"):
+    t: float
+    step: int
+    request: dict[str, Any]
+
+
+class _Aborted(msgspec.Struct, tag_field="type", tag="abort"):
+    t: float
+    id: str
+
+
+class _Stepped(msgspec.Struct, tag_field="type", tag="step"):
+    t: float
+    step: int
+    sched: list[tuple[str, int, int]]
+    times: dict[str, float]
+    tokens: dict[str, list[int]]
+
+
+def _check(path: str | Path, number: int, line: bytes) -> None:
+    """Raises TraceError for what is no record, or lacks what every record of its type has."""
+    try:
+        msgspec.json.decode(line, type=_Added | _Aborted | _Stepped)
+    except msgspec.ValidationError as e:
+        raise TraceError(f"{path}, line {number} is no record of a trace: {e}") from None
 
 
 def plan_of(record: Record) -> StepPlan:

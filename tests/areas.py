@@ -71,7 +71,7 @@ _CONTROL = (
     *_paths("registry.py request.py scheduler/ trace.py waiting.py", of="minivllm/"),
 )
 _PROCESSES = (
-    *_paths("child.py orphan.py sandbox.py", of="minivllm/"),
+    *_paths("child.py orphan.py sandbox.py wanted.py", of="minivllm/"),
     *_paths("eventually.py forked.py steps.py", of="tests/"),
 )
 _SERVER = (*_paths("logs.py serve/ upload.py", of="minivllm/"), "tests/serve/conftest.py", *_PROCESSES)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
-def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+def prepare(setup: bytes) -> Callable[[bytes], bytes | Iterator[bytes]]:
     if setup == b"broken":
         raise RuntimeError("cannot be prepared")
 
-    def work(task: bytes) -> bytes:
+    def parts() -> Iterator[bytes]:
+        for number in range(1000):
+            yield bytes(100_000) + b"%d" % number
+
+    def work(task: bytes) -> bytes | Iterator[bytes]:
+        if task == b"parts":
+            return parts()
         if task == b"for ever":
             while True:
                 pass

@@ -127,7 +127,7 @@ def test_the_services_command_is_one_that_the_server_takes(monkeypatch):
 
 def test_the_service_is_bounded_and_has_no_right_that_it_does_not_need():
     service = unit()["Service"]
-    assert {"MemoryMax", "LimitNOFILE", "TasksMax"} <= service.keys()
+    assert {"MemoryMax", "LimitNOFILE", "TasksMax"} <= service.keys() and service["LimitCORE"] == "0"
     assert service["CapabilityBoundingSet"] == "" and service["NoNewPrivileges"] == "yes"
     assert service["ProtectSystem"] == "strict" and service["UMask"] == "0077"
     assert re.findall(r"^SystemCallFilter=(.*)$", SERVICE, re.MULTILINE) == ["@system-service", "~@privileged"]

@@ -27,7 +27,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("structured",),
     ("patterns",),
-    ("waiting", "child", "orphan"),
+    ("waiting", "wanted", "child", "orphan"),
     ("sandbox",),
     ("request",),
     ("plan", "batch", "facts", "kv_groups"),

@@ -11,7 +11,8 @@ import threading
 import psutil
 import pytest
 
-from minivllm.sandbox import Limits, Sandbox, TooMuch, Unwanted, WorkFailed
+from minivllm.sandbox import Limits, Sandbox, TooMuch, WorkFailed
+from minivllm.wanted import Unwanted
 
 LIMITS = Limits(seconds=60, megabytes=256)  # no test waits for these
 SHORT = Limits(seconds=0.5, megabytes=256)  # which an echo needs none of
@@ -145,3 +146,15 @@ def test_a_child_at_work_dies_with_its_parent_however_that_ends():
         parent.kill()
     psutil.wait_procs([child], timeout=30)
     assert is_gone(pid)
+
+
+def test_an_answer_in_parts_comes_as_it_is_made_and_who_leaves_it_ends_the_child(make):
+    sandbox = make()
+    numbers = [part[100_000:] for part in sandbox.stream(b"parts") if part]
+    assert numbers == [b"%d" % number for number in range(1000)]
+    assert works(sandbox)
+    pid = sandbox.pid
+    left = sandbox.stream(b"parts")
+    assert next(left)[100_000:] == b"0"
+    left.close()
+    assert is_gone(pid) and works(sandbox)

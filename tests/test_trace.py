@@ -13,7 +13,7 @@ from fakes import FakeEngine, FakeWorker
 from minivllm import trace
 from minivllm.config import EngineConfig
 from minivllm.engine.build import build
-from minivllm.errors import UserError
+from minivllm.errors import TraceError, UserError
 from minivllm.executor.uni import UniExecutor
 from minivllm.plan import AsyncOutput, Delta, Join, StepOutput, StepPlan, StepStats
 from minivllm.request import EngineRequest, SamplingParams
@@ -278,3 +278,27 @@ def test_a_run_of_a_real_model_replays_to_the_same_tokens(tmp_path):
     for inputs in ("persistent", "rebuild"):
         report = trace.replay(path, overrides={"runner.inputs": inputs})
         assert report.divergence is None and report.num_tokens == 5 * 40
+
+
+def test_a_trace_is_its_users_alone(tmp_path):
+    recorder = trace.TraceRecorder(path := tmp_path / "run.jsonl")
+    recorder.close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"type": "encode"},
+        {"type": "step"},
+        {"type": "add", "t": 1.0},
+        {"type": "abort", "t": 0.0, "id": 3},
+        {"type": 1},
+    ],
+)
+def test_what_is_no_record_is_told_by_its_line(tmp_path, record):
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({"schema": trace.SCHEMA}) + "\n" + json.dumps(record) + "\n")
+    with pytest.raises(TraceError, match="line 2 is no record"):
+        trace.read(path)

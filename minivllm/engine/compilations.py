@@ -2,9 +2,9 @@
 
 A grammar takes milliseconds to seconds. It is compiled where the worker will look for it, once, whoever the front ends
 are; meanwhile the request waits outside of the scheduler and everybody else's tokens go on. Clients take turns
-(turns.py), so that one's many schemas hold up no other's. Each thread has a child in which a grammar must pass first
-(grammar_trials.py), and takes the next one when that child is ready. A grammar whose requests have all been aborted is
-given up, also while it is being compiled.
+(turns.py), and none has all threads, so that one's many schemas hold up no other's. Each thread has a child in which a
+grammar must pass first (grammar_trials.py), and takes the next one when that child is ready. A grammar whose requests
+have all been aborted is given up, also while it is being compiled.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from minivllm.engine.grammar_trials import GrammarTrials
 from minivllm.engine.turns import Turns
 from minivllm.errors import BadRequest, MinivllmError
 from minivllm.request import EngineRequest
-from minivllm.sandbox import Unwanted
 from minivllm.structured.compiler import GrammarCompiler
 from minivllm.structured.params import StructuredParams
+from minivllm.wanted import Unwanted
 
 logger = logging.getLogger("minivllm")
 
-NUM_THREADS = 2  # so that one grammar that takes long holds up no other
+NUM_THREADS = 3  # so that one grammar that takes long holds up no other of its client, and two no other client's
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class Compilations:
         self._compiler = compiler
         self._make_trials = make_trials
         self._under_way: dict[object, Compilation] = {}
-        self._todo: Turns[Compilation | None] = Turns()  # None: a thread ends
+        self._todo: Turns[Compilation | None] = Turns(NUM_THREADS)  # None: a thread ends
         self._done: queue.SimpleQueue[Compilation] = queue.SimpleQueue()
         self._trials: list[GrammarTrials] = []  # of each thread
 
@@ -108,11 +108,13 @@ class Compilations:
         while True:
             with contextlib.suppress(Exception):  # its compilation will say so
                 trials.get_ready()
-            compilation = self._todo.get()
+            compilation, client = self._todo.get()
+            if compilation is not None:
+                self._compile(compilation, trials)
+                self._done.put(compilation)
+            self._todo.done(client)
             if compilation is None:
                 return
-            self._compile(compilation, trials)
-            self._done.put(compilation)
 
     def _compile(self, compilation: Compilation, trials: GrammarTrials) -> None:
         try:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from minivllm.sandbox import Limits, Sandbox, TooMuch, Unwanted
+from minivllm.sandbox import Limits, Sandbox, TooMuch
 from minivllm.structured import trial
 from minivllm.structured.compiler import GrammarCompiler
 from minivllm.structured.ordinary import is_ordinary
 from minivllm.structured.params import StructuredParams
+from minivllm.wanted import Unwanted
 
 # Time: ordinary schemas take milliseconds, large ones with a large vocabulary seconds. Memory: what XGrammar keeps of a
 # large schema is megabytes.

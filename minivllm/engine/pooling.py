@@ -6,6 +6,7 @@ text -> tokens, checked -> Text -> EngineRequest ... Delta -> vector -> compared
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 
 from minivllm.engine.messages import Facts
 from minivllm.engine.pooled import PooledOutput, PooledProcessor
-from minivllm.engine.tokenizer import TextTokenizer
+from minivllm.engine.tokenizer import LONGEST_TOKEN, TextTokenizer
 from minivllm.errors import BadRequest, NeverFits
 from minivllm.plan import Delta
 from minivllm.pooling.task import CLASSIFY, EMBED, SCORE
@@ -97,7 +98,7 @@ class PoolingFrontEnd:
         if isinstance(prompt, str):
             if not prompt:
                 raise BadRequest("a text is empty", param)
-            prompt = self.prompts.before(prompt_name) + prompt
+            prompt = self._within_context(self.prompts.before(prompt_name) + prompt, cut, param)
             if most is None:
                 return self._checked(Text(self.tokenizer.encode(prompt)), param)
             return self._checked(Text(self.tokenizer.encode_cut(prompt, most, cut.at_start)), param)
@@ -117,7 +118,8 @@ class PoolingFrontEnd:
             raise BadRequest(f"{self.model_name} has {len(self.labels)} labels: a score is one number", "model")
         if self.task == SCORE:
             self.prompts.before(prompt_name)
-            texts = [self.pair(*pair, cut) for pair in pairs]
+            first = functools.lru_cache(1)(lambda query: self._bare(query, cut, "query"))  # most pairs share one
+            texts = [self.pair(*pair, cut, first) for pair in pairs]
             return Scoring(texts, list(range(len(texts))), lambda found: [float(vector[0]) for vector in found])
         number = {text: i for i, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         queries = {query for query, _ in pairs}
@@ -143,12 +145,32 @@ class PoolingFrontEnd:
         """The likeliest class. probs [labels]."""
         return self.labels[int(probs.argmax())]
 
-    def pair(self, query: str, document: str, cut: Cut = WHOLE) -> Text:
-        """As one text, for a classification head over both. Raises BadRequest."""
+    def pair(
+        self, query: str, document: str, cut: Cut = WHOLE, tokens_of: Callable[[str], Sequence[int]] | None = None
+    ) -> Text:
+        """As one text, for a classification head over both. tokens_of: the query's, as `_bare` makes them; None: it is
+        tokenised for this pair alone. Raises BadRequest."""
         if not (query and document):
             raise BadRequest("a text is empty", "documents" if query else "query")
-        pair = self.tokenizer.encode_pair(query, document, self._most(cut), cut.at_start)
-        return self._checked(Text(*pair), "documents")
+        first = self._bare(query, cut, "query") if tokens_of is None else tokens_of(query)
+        second = self._bare(document, cut, "documents")
+        return self._checked(Text(*self.tokenizer.joined(first, second, self._most(cut), cut.at_start)), "documents")
+
+    def _bare(self, text: str, cut: Cut, param: str) -> Sequence[int]:
+        tokens = self.tokenizer.bare(self._within_context(text, cut, param))
+        if cut.max_tokens is None and len(tokens) > self.max_model_len:
+            raise self._too_long(f"{len(tokens)} tokens", param)
+        return tokens
+
+    def _within_context(self, text: str, cut: Cut, param: str) -> str:
+        """What of a text can be within the model's context, before any of it is tokenised. Raises BadRequest where it
+        shall not be cut."""
+        most = LONGEST_TOKEN * self.max_model_len
+        if len(text) <= most:
+            return text
+        if cut.max_tokens is None:
+            raise self._too_long(f"{len(text):,} characters", param)
+        return text[-most:] if cut.at_start else text[:most]
 
     def _most(self, cut: Cut) -> int | None:
         """Tokens. Raises BadRequest."""
@@ -163,16 +185,16 @@ class PoolingFrontEnd:
             raise BadRequest(f"{name} is {most}; this model takes {self.max_model_len} tokens", name)
         return most
 
+    def _too_long(self, length: str, param: str) -> NeverFits:
+        how = "Shorten it, split it, or ask to have it cut: truncate_prompt_tokens=-1"
+        return NeverFits(f"a text of {length}; this model takes {self.max_model_len} tokens. {how}", param)
+
     def _checked(self, text: Text, param: str) -> Text:
         length = len(text.token_ids)
         if not length:
             raise BadRequest("a text has no tokens", param)
         if length > self.max_model_len:
-            raise NeverFits(
-                f"a text of {length} tokens; this model takes {self.max_model_len}. Shorten it, split it, or ask to "
-                "have it cut: truncate_prompt_tokens=-1",
-                param,
-            )
+            raise self._too_long(f"{length} tokens", param)
         if (wrong := next((t for t in text.token_ids if not 0 <= t < self._vocab_size), None)) is not None:
             raise BadRequest(f"token id {wrong} is not in the vocabulary of {self._vocab_size}", param)
         return text

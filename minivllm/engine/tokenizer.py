@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -25,10 +25,21 @@ from minivllm.engine.conversation import cut_at_mark, marked, plain_message, ren
 from minivllm.engine.template_shapes import ContentFormat
 from minivllm.errors import BadRequest, ModelError
 from minivllm.files import read_json, read_text
+from minivllm.wanted import go_on
 
+LONGEST_TOKEN = 256  # characters: no vocabulary has longer ones
 LONG_TEXT = 20_000  # characters: what takes longer to encode than anybody else should wait for it
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PROBES = ("a", "A", "0", ".", "\u4e00")
+
+
+class _Part(NamedTuple):
+    """Of two texts in one sequence: a special token, or one of the two."""
+
+    token_id: int
+    text: int | None  # 0, 1; None: the special token
+    is_second: bool  # of the second text, as the model is told
 
 
 class TextTokenizer:
@@ -86,27 +97,48 @@ class TextTokenizer:
 
     def _encode(self, text: str | tuple[str, str], add_special_tokens: bool) -> Any:
         """tokenizers.Encoding. While a batch is encoded other threads run, and while a single text is they do not."""
+        go_on()
         size = len(text) if isinstance(text, str) else sum(map(len, text))
         if size > LONG_TEXT:
             return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         given = (text,) if isinstance(text, str) else text
         return self._tokenizer.encode(*given, add_special_tokens=add_special_tokens)
 
-    def encode_pair(
-        self, first: str, second: str, max_tokens: int | None = None, at_start: bool = False
+    def bare(self, text: str) -> list[int]:
+        """As one of two texts, which have their special tokens together."""
+        return self._encode(text, False).ids
+
+    def joined(
+        self, first: Sequence[int], second: Sequence[int], max_tokens: int | None = None, at_start: bool = False
     ) -> tuple[list[int], int]:
-        """Both texts in one sequence, as a cross-encoder reads them: (token ids, where the second one begins). Where
-        there are more than max_tokens, what is left out is of the longer one, and of both once they are equally long.
-        Raises BadRequest as encode_cut does."""
-        encoding = self._encode((first, second), True)
-        if max_tokens is not None and len(encoding.ids) > max_tokens:
-            both = [self._encode(text, False) for text in (first, second)]
-            room = _room(max_tokens, len(encoding.ids) - sum(map(len, both)), "two texts", 2)
-            for own, length in zip(both, shares(len(both[0]), len(both[1]), room), strict=True):
-                own.truncate(length, direction="left" if at_start else "right")
-            encoding = self._tokenizer.post_process(*both, add_special_tokens=True)
-        types = encoding.type_ids
-        return encoding.ids, types.index(1) if 1 in types else len(types)
+        """Two bare texts in one sequence, as a cross-encoder reads them: (token ids, where the second one begins).
+        Where there are more than max_tokens, what is left out is of the longer one, and of both once they are equally
+        long. Raises BadRequest as encode_cut does."""
+        num_special = sum(part.text is None for part in self._layout)
+        kept = [first, second]
+        if max_tokens is not None and len(first) + len(second) + num_special > max_tokens:
+            room = _room(max_tokens, num_special, "two texts", 2)
+            lengths = shares(len(first), len(second), room)
+            kept = [own[len(own) - n :] if at_start else own[:n] for own, n in zip(kept, lengths, strict=True)]
+        ids: list[int] = []
+        second_at = None
+        for part in self._layout:
+            if part.is_second and second_at is None:
+                second_at = len(ids)
+            ids += [part.token_id] if part.text is None else kept[part.text]
+        return ids, len(ids) if second_at is None else second_at
+
+    @functools.cached_property
+    def _layout(self) -> list[_Part]:
+        """Of two texts in one sequence, found by two short ones. Raises BadRequest."""
+        probe = next((text for text in _PROBES if self.bare(text)), None)
+        if probe is None:
+            raise BadRequest("this model's tokenizer makes no tokens of letters: it cannot score pairs", "model")
+        pair, found = self._encode((probe, probe), True), list[_Part]()
+        for token, text, kind in zip(pair.ids, pair.sequence_ids, pair.type_ids, strict=True):
+            if text is None or not found or found[-1].text != text:
+                found.append(_Part(token, text, kind == 1))
+        return found
 
     def encode_cut(self, text: str, max_tokens: int, at_start: bool = False) -> list[int]:
         """As encode, with the text's end, or its start, left out where there are more tokens. The special tokens stay,
@@ -122,6 +154,7 @@ class TextTokenizer:
 
     def beginning(self, text: str, max_tokens: int) -> str:
         """As much of a text as its first tokens stand for, special tokens aside."""
+        text = text[: LONGEST_TOKEN * max_tokens]
         offsets = self._encode(text, False).offsets
         return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
 

@@ -60,13 +60,14 @@ from minivllm.serve.browsers import Browsers
 from minivllm.serve.connection import EventStream, JSONAnswer, reply
 from minivllm.serve.connections import ConnectionLimits
 from minivllm.serve.deadline import Deadlines
-from minivllm.serve.endpoint import Endpoint
+from minivllm.serve.endpoint import KEPT, LOOK, PING, RUN, WORK, Endpoint, counted
 from minivllm.serve.forms import FORM
 from minivllm.serve.generation import Service, answer, attach, events
 from minivllm.serve.guard import Guard
 from minivllm.serve.keys import KeyFile, Keys
 from minivllm.serve.ledger import Ledger, OwnLedger
 from minivllm.serve.limits import HEADERS, Limits
+from minivllm.serve.memory import MOST_BODIES
 from minivllm.serve.proxies import Forwarded, TrustedProxies
 from minivllm.serve.rate_limit import RateLimit, RateLimiter
 from minivllm.serve.reasoning.reader import ReasoningReader
@@ -143,6 +144,10 @@ async def ping(request: Request) -> Response:
     return await health(request)
 
 
+async def post_ping(request: Request) -> Response:
+    return await health(request)
+
+
 async def load(request: Request) -> Response:
     return reply(protocol.Load(request.app.state.service.num_open))
 
@@ -156,8 +161,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def document(request: Request) -> Response:
-    state = request.app.state
-    return reply(openapi.document(state.endpoints, state.root_path))
+    return Response(request.app.state.document, media_type="application/json")
 
 
 ENDPOINTS = (
@@ -170,6 +174,7 @@ ENDPOINTS = (
         protocol.ChatRequest,
         protocol.ChatChunk,
         ("generate",),
+        cost=RUN,
     ),
     Endpoint(
         "POST",
@@ -180,6 +185,7 @@ ENDPOINTS = (
         protocol.CompletionRequest,
         protocol.Completion,
         ("generate",),
+        cost=RUN,
     ),
     Endpoint(
         "POST",
@@ -190,6 +196,7 @@ ENDPOINTS = (
         newer.ResponsesRequest,
         newer.ResponseEvent,
         ("generate",),
+        cost=RUN,
     ),
     Endpoint(
         "POST",
@@ -199,6 +206,7 @@ ENDPOINTS = (
         newer.InputTokenCount,
         newer.InputTokensRequest,
         tasks=("generate",),
+        cost=WORK,
     ),
     Endpoint(
         "GET",
@@ -209,6 +217,7 @@ ENDPOINTS = (
         streams=newer.ResponseEvent,
         tasks=("generate",),
         asks=newer.RetrieveQuery,
+        cost=KEPT,
     ),
     Endpoint(
         "DELETE",
@@ -217,6 +226,7 @@ ENDPOINTS = (
         "Forget a response",
         newer.ResponseDeleted,
         tasks=("generate",),
+        cost=KEPT,
     ),
     Endpoint(
         "POST",
@@ -225,6 +235,7 @@ ENDPOINTS = (
         "Stop a response with background=true",
         newer.ResponseObject,
         tasks=("generate",),
+        cost=KEPT,
     ),
     Endpoint(
         "GET",
@@ -234,6 +245,7 @@ ENDPOINTS = (
         newer.ItemList,
         tasks=("generate",),
         asks=newer.InputItemsQuery,
+        cost=KEPT,
     ),
     Endpoint(
         "POST",
@@ -244,6 +256,7 @@ ENDPOINTS = (
         anthropic.MessagesRequest,
         anthropic.MessageEvent,
         ("generate",),
+        cost=RUN,
     ),
     Endpoint(
         "POST",
@@ -253,6 +266,7 @@ ENDPOINTS = (
         anthropic.InputTokens,
         anthropic.CountTokensRequest,
         tasks=("generate",),
+        cost=WORK,
     ),
     *(
         Endpoint(
@@ -265,6 +279,7 @@ ENDPOINTS = (
             transcriptions.TranscriptEvent,
             ("generate",),
             takes_type=FORM,
+            cost=RUN,
         )
         for handler, what in (
             (transcriptions.transcriptions, "What is said in a recording, in its language"),
@@ -279,9 +294,10 @@ ENDPOINTS = (
         embeddings.EmbeddingList,
         embeddings.EmbeddingRequest,
         tasks=("embed",),
+        cost=RUN,
     ),
     *(
-        Endpoint("POST", path, handler, what, answers, takes, tasks=pooling.POOLS)
+        Endpoint("POST", path, handler, what, answers, takes, tasks=pooling.POOLS, cost=RUN)
         for path, handler, what, answers, takes in (
             ("/score", ranking.score, "How like two texts are: vLLM's", ranking.ScoreList, ranking.ScoreRequest),
             ("/v1/score", ranking.v1_score, "The same as /score", ranking.ScoreList, ranking.ScoreRequest),
@@ -305,7 +321,7 @@ ENDPOINTS = (
         )
     ),
     *(
-        Endpoint("POST", path, handler, what, answers, takes, tasks=("embed",))
+        Endpoint("POST", path, handler, what, answers, takes, tasks=("embed",), cost=RUN)
         for path, handler, what, answers, takes in (
             (
                 "/v2/embed",
@@ -333,6 +349,7 @@ ENDPOINTS = (
         classification.ClassificationList,
         classification.ClassificationRequest,
         tasks=pooling.CLASSIFIES,
+        cost=RUN,
     ),
     Endpoint(
         "POST",
@@ -342,19 +359,27 @@ ENDPOINTS = (
         list[classification.Prediction] | list[list[classification.Prediction]],
         classification.PredictRequest,
         tasks=pooling.CLASSIFIES,
+        cost=RUN,
     ),
     Endpoint(
-        "GET", "/info", tei.info, "What the model is: TEI's", tei.ModelInfo, tasks=(*pooling.POOLS, pooling.CLASSIFY)
+        "GET",
+        "/info",
+        tei.info,
+        "What the model is: TEI's",
+        tei.ModelInfo,
+        tasks=(*pooling.POOLS, pooling.CLASSIFY),
+        cost=LOOK,
     ),
-    Endpoint("GET", "/tokenizer_info", tokenize.tokenizer_info, "The tokenizer's configuration: vLLM's"),
+    Endpoint("GET", "/tokenizer_info", tokenize.tokenizer_info, "The tokenizer's configuration: vLLM's", cost=LOOK),
     Endpoint(
         "GET",
         "/v1/models",
         list_models,
         "The names that `model` may have; to Anthropic's client as its own",
         protocol.ModelList,
+        cost=LOOK,
     ),
-    Endpoint("GET", "/v1/models/{model:path}", get_model, "One model", protocol.ModelCard),
+    Endpoint("GET", "/v1/models/{model:path}", get_model, "One model", protocol.ModelCard, cost=LOOK),
     Endpoint(
         "POST",
         "/v1/load_lora_adapter",
@@ -364,6 +389,7 @@ ENDPOINTS = (
         protocol.LoadAdapter,
         tasks=("generate",),
         role="admin",
+        cost=WORK,
     ),
     Endpoint(
         "POST",
@@ -374,6 +400,7 @@ ENDPOINTS = (
         protocol.UnloadAdapter,
         tasks=("generate",),
         role="admin",
+        cost=WORK,
     ),
     Endpoint(
         "POST",
@@ -382,10 +409,13 @@ ENDPOINTS = (
         "The tokens of a text or conversation",
         tokenize.Tokens | tokenize.LlamaTokens,
         tokenize.Tokenize,
+        cost=WORK,
     ),
-    Endpoint("POST", "/detokenize", tokenize.detokenize, "The text of tokens", tokenize.Text, tokenize.Detokenize),
+    Endpoint(
+        "POST", "/detokenize", tokenize.detokenize, "The text of tokens", tokenize.Text, tokenize.Detokenize, cost=WORK
+    ),
     *(
-        Endpoint("POST", path, handler, what, answers, takes, answers, ("generate",), "application/x-ndjson")
+        Endpoint("POST", path, handler, what, answers, takes, answers, ("generate",), "application/x-ndjson", cost=RUN)
         for path, handler, what, answers, takes in (
             (
                 "/api/chat",
@@ -403,9 +433,18 @@ ENDPOINTS = (
             ),
         )
     ),
-    Endpoint("GET", "/api/tags", ollama_models.api_tags, "The models: Ollama's", ollamas.OllamaModelList),
-    Endpoint("GET", "/api/ps", ollama_models.api_ps, "The models that are loaded: Ollama's", ollamas.OllamaRunningList),
-    Endpoint("GET", "/api/version", ollama_models.api_version, "The same as /version: Ollama's", protocol.Version),
+    Endpoint("GET", "/api/tags", ollama_models.api_tags, "The models: Ollama's", ollamas.OllamaModelList, cost=LOOK),
+    Endpoint(
+        "GET",
+        "/api/ps",
+        ollama_models.api_ps,
+        "The models that are loaded: Ollama's",
+        ollamas.OllamaRunningList,
+        cost=LOOK,
+    ),
+    Endpoint(
+        "GET", "/api/version", ollama_models.api_version, "The same as /version: Ollama's", protocol.Version, cost=LOOK
+    ),
     Endpoint(
         "POST",
         "/api/show",
@@ -413,6 +452,7 @@ ENDPOINTS = (
         "What a model is and can: Ollama's",
         ollamas.OllamaShown,
         ollamas.OllamaShowRequest,
+        cost=WORK,
     ),
     Endpoint(
         "POST",
@@ -422,6 +462,7 @@ ENDPOINTS = (
         ollamas.OllamaEmbeddings,
         ollamas.OllamaEmbedRequest,
         tasks=("embed",),
+        cost=RUN,
     ),
     Endpoint(
         "POST",
@@ -431,6 +472,7 @@ ENDPOINTS = (
         ollamas.OllamaEmbedding,
         ollamas.OllamaEmbeddingRequest,
         tasks=("embed",),
+        cost=RUN,
     ),
     Endpoint(
         "POST",
@@ -441,6 +483,7 @@ ENDPOINTS = (
         llamas.LlamaCompletionRequest,
         llamas.LlamaChunk,
         ("generate",),
+        cost=RUN,
     ),
     Endpoint(
         "POST",
@@ -451,6 +494,7 @@ ENDPOINTS = (
         llamas.InfillRequest,
         llamas.LlamaChunk,
         ("generate",),
+        cost=RUN,
     ),
     Endpoint(
         "POST",
@@ -460,18 +504,36 @@ ENDPOINTS = (
         llamas.Templated,
         llamas.TemplateRequest,
         tasks=("generate",),
+        cost=WORK,
     ),
     Endpoint(
-        "GET", "/props", llama_cpp.props, "What the server is: llama.cpp's", llamas.LlamaProps, tasks=("generate",)
+        "GET",
+        "/props",
+        llama_cpp.props,
+        "What the server is: llama.cpp's",
+        llamas.LlamaProps,
+        tasks=("generate",),
+        cost=LOOK,
     ),
-    Endpoint("GET", "/slots", llama_cpp.slots, "How many sequences run: llama.cpp's", tasks=("generate",)),
-    Endpoint("GET", "/health", health, "200 while the engine or a replica runs, 503 if a step hangs", protocol.Health),
-    Endpoint("GET", "/ping", ping, "The same as /health: SageMaker's", protocol.Health),
-    Endpoint("POST", "/invocations", invocations.invocations, "What the body's fields are for: SageMaker's"),
-    Endpoint("GET", "/load", load, "How many sequences the server works on: vLLM's", protocol.Load, role="metrics"),
-    Endpoint("GET", "/version", version, "The server's version", protocol.Version),
-    Endpoint("GET", "/metrics", metrics, "Prometheus metrics", role="metrics"),
-    Endpoint("GET", "/openapi.json", document, "This document"),
+    Endpoint("GET", "/slots", llama_cpp.slots, "How many sequences run: llama.cpp's", tasks=("generate",), cost=LOOK),
+    Endpoint(
+        "GET",
+        "/health",
+        health,
+        "200 while the engine or a replica runs, 503 if a step hangs",
+        protocol.Health,
+        cost=LOOK,
+        role="anyone",
+    ),
+    Endpoint("GET", "/ping", ping, "The same as /health: SageMaker's", protocol.Health, cost=LOOK, role="anyone"),
+    Endpoint("POST", "/ping", post_ping, "The same as GET /ping: vLLM's", protocol.Health, cost=PING),
+    Endpoint("POST", "/invocations", invocations.invocations, "What the body's fields are for: SageMaker's", cost=RUN),
+    Endpoint(
+        "GET", "/load", load, "How many sequences the server works on: vLLM's", protocol.Load, role="metrics", cost=LOOK
+    ),
+    Endpoint("GET", "/version", version, "The server's version", protocol.Version, cost=LOOK, role="anyone"),
+    Endpoint("GET", "/metrics", metrics, "Prometheus metrics", role="metrics", cost=LOOK),
+    Endpoint("GET", "/openapi.json", document, "This document", cost=LOOK, role="anyone"),
 )
 
 PAGE_ENDPOINTS = (
@@ -481,10 +543,13 @@ PAGE_ENDPOINTS = (
         live.live,
         "The engine as it runs: an event of each replica about four times a second, while there is news; ?replica=1",
         streams=live.LiveEvent,
+        cost=LOOK,
     ),
 )
 DEBUG_ENDPOINTS = (
-    Endpoint("GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100", role="admin"),
+    Endpoint(
+        "GET", "/debug/trace", debug.trace, "The last steps, as a Chrome trace: ?steps=100", role="admin", cost=KEPT
+    ),
     Endpoint(
         "GET",
         "/debug/process",
@@ -492,6 +557,7 @@ DEBUG_ENDPOINTS = (
         "What the server's process holds: memory, files, tasks, requests",
         debug.ProcessState,
         role="admin",
+        cost=LOOK,
     ),
 )
 
@@ -581,7 +647,8 @@ def create_app(
         await engine.shutdown()
         await asyncio.to_thread(tracing.close)
 
-    routes = [Route(e.path, reserved(e.role, pooling.served_by(engine.task, e)), methods=[e.method]) for e in endpoints]
+    handlers = [reserved(e.role, counted(e, pooling.served_by(engine.task, e))) for e in endpoints]
+    routes = [Route(e.path, handler, methods=[e.method]) for e, handler in zip(endpoints, handlers, strict=True)]
     routes += refusals.routes() + (page.routes() if with_page else [ollama_models.probe()])
     app = Starlette(
         routes=routes,
@@ -593,8 +660,10 @@ def create_app(
     app.state.ledger = ledger = ledger or OwnLedger()
     buckets = (rate_limit, ledger.requests), (token_limit, ledger.tokens)
     limits = Limits(*(RateLimiter(most, buckets=of) if most else None for most, of in buckets), sequence_limit)
+    app.state.limits = limits
     app.state.deadlines = deadlines = deadlines or Deadlines()
     around = {"limits": limits, "deadlines": deadlines, "browsers": Browsers(host_names, cors_origins)}
+    around |= {"ledger": ledger, "most_bodies": max(MOST_BODIES, 4 * max_body_bytes)}
     app.add_middleware(Guard, keys=keys, metrics=metrics, paths=paths, **around)
     if cors_origins:  # around the guard: a browser's preflight has no key, and may read a 401
         headers = ["x-request-id", "x-minivllm-ignored", "retry-after", *HEADERS]
@@ -637,10 +706,9 @@ def create_app(
     app.state.client_timeout = client_timeout
     app.state.connection_limits = connection_limits or ConnectionLimits()
     app.state.refuse_unknown = refuse_unknown
-    app.state.root_path = root_path
     app.state.force_usage = force_usage
     app.state.tokens_as_ids = tokens_as_ids
-    app.state.endpoints = endpoints
+    app.state.document = openapi.encoded(endpoints, root_path)
     app.state.switched_off = () if debug_endpoints else tuple(e.path for e in DEBUG_ENDPOINTS)
     app.state.place = place
     app.state.viewers = set()  # of /debug/live

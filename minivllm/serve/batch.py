@@ -122,7 +122,7 @@ class Output:
 
     def __init__(self, path: Path):
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
         try:

@@ -8,7 +8,7 @@ the first. Only what was asked for in the background outlives it (response_shelf
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +25,9 @@ from minivllm.serve.patience import SLOWEST
 
 R = TypeVar("R")
 LONGEST_LENGTH = 18  # digits: a longer number is no size of anything, and slow to read
-UNTOLD = ("", "application/x-www-form-urlencoded", "text/plain")
+PART = 64 * 2**10  # bytes that are sent at once
+END = {"type": "http.response.body", "body": b""}
+UNTOLD = ("", "application/x-www-form-urlencoded")
 SAY_JSON = "curl says so with -H 'content-type: application/json'"
 
 
@@ -57,6 +59,7 @@ async def read_all(request: Request) -> bytes:
                 data += chunk
                 if len(data) > limit:
                     raise errors.too_large(limit)
+                request.state.memory.body(len(data))
                 deadline.reschedule(begin + patience + len(data) / SLOWEST)
     except TimeoutError:
         raise errors.too_slow(patience) from None
@@ -64,8 +67,9 @@ async def read_all(request: Request) -> bytes:
 
 
 def _check_media_type(headers: Headers) -> None:
-    """JSON, or what a tool that was told nothing calls it (curl -d: a form). A page in a browser may send only such
-    types to a server that has not asked for it (CORS), so from there it must be JSON."""
+    """JSON, or what a tool that was told nothing calls it (curl -d: a form, as in Ollama's documentation). A page in a
+    browser may send a form to a server that has not asked for it (CORS), so from there it must be JSON; and text/plain
+    may come from a page that names no origin."""
     kind = media_type(headers)
     is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
     if not is_json and (kind not in UNTOLD or "origin" in headers):
@@ -85,7 +89,7 @@ def hint_at_type(headers: Headers) -> str:
     return f". It is called {kind}, and should be application/json: {SAY_JSON}" if kind in UNTOLD[1:] else ""
 
 
-async def watched(work: Coroutine[Any, Any, R], receive: Receive, scope: Scope) -> R:
+async def watched(work: Awaitable[R], receive: Receive, scope: Scope) -> R:
     """The result of `work`. Raises ApiError 499, 503 or 504, once the work has ended, if it had to be cancelled."""
     closing: asyncio.Future = scope["app"].state.closing
     deadline: Deadline | None = scope["state"].get("deadline")
@@ -128,11 +132,13 @@ class JSONAnswer:
         result = await watched(self.work, receive, scope)
         *pieces, last = await encoded(result, client_of(scope.get("state", {})))
         length = sum(map(len, pieces)) + len(last)
+        scope["state"]["memory"].answer(length)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
         await send(_start(headers, self.request_id))
         for piece in pieces:
-            await send(_more(piece))
-        await send({"type": "http.response.body", "body": last})
+            await send_in_parts(piece, send)
+        await send_in_parts(last, send)
+        await send(END)
 
 
 class Bytes(NamedTuple):
@@ -151,7 +157,27 @@ class BytesAnswer:
         data, headers, media_type = await watched(self.work, receive, scope)
         length = (b"content-length", str(len(data)).encode())
         await send(_start([(b"content-type", media_type), length, *headers], self.request_id))
-        await send({"type": "http.response.body", "body": data})
+        scope["state"]["memory"].answer(len(data))
+        await send_in_parts(data, send)
+        await send(END)
+
+
+class JSONParts:
+    """An ASGI response: JSON that is there, read in parts as the client takes them."""
+
+    def __init__(self, length: int, parts: AsyncIterator[bytes]):
+        self.length, self.parts = length, parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        async with aclosing(self.parts) as parts:
+            async for part in parts:
+                if not started:
+                    started = True
+                    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % self.length)]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send_in_parts(part, send)
+        await send(END)
 
 
 class EventStream:
@@ -204,6 +230,12 @@ STREAM_HEADERS = [
 def _start(headers: list[tuple[bytes, bytes]], request_id: str) -> dict[str, Any]:
     headers = [*headers, (b"x-request-id", request_id.encode())]
     return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+async def send_in_parts(data: bytes, send: Send) -> None:
+    """As the client reads: a part goes into the connection's buffer once the one before it has left that."""
+    for begin in range(0, len(data), PART):
+        await send(_more(data[begin : begin + PART]))
 
 
 def _more(data: bytes) -> dict[str, Any]:

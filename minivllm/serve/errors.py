@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -63,6 +64,22 @@ def answers_full() -> ApiError:
     error = ApiError(429, "the answers that are being made may take all of --max-answer-bytes; try again later")
     error.code, error.headers["retry-after"] = "answers_full", str(RETRY_SECONDS)
     return error
+
+
+def bodies_full() -> ApiError:
+    """The rest of this body is not read, so its connection ends."""
+    error = ApiError(
+        429, "the bodies of your requests that are not answered yet are too large together; try again later"
+    )
+    error.code = "bodies_full"
+    error.headers |= {"retry-after": str(RETRY_SECONDS), "connection": "close"}
+    return error
+
+
+def store_failed(error: sqlite3.Error) -> ApiError:
+    """Of responses: the disk is full, or cannot be read or written."""
+    status = 507 if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL else 503
+    return ApiError(status, f"the store of responses cannot be used: {error}", code="store_failed")
 
 
 def replica_dead() -> ApiError:
@@ -139,6 +156,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(404, str(error), code="model_not_found", param=error.param)
     if isinstance(error, BadRequest):
         return ApiError(400, str(error), param=error.param)
+    if isinstance(error, sqlite3.Error):
+        logger.error("the store of responses cannot be used: %r", error)
+        return store_failed(error)
     if isinstance(error, RecursionError):  # only what a client has sent is nested as deep as it likes
         return ApiError(400, "the request is nested too deeply", code="nested_too_deeply")
     if isinstance(error, ClientDisconnect):
@@ -262,5 +282,6 @@ HANDLERS = {
     EngineDead: on_error,
     ClientDisconnect: on_error,
     RecursionError: on_error,
+    sqlite3.Error: on_error,
     Exception: on_error,  # Starlette raises it again once answered, and uvicorn logs the traceback
 }

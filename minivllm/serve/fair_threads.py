@@ -7,10 +7,11 @@ one that has had least, and before it.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,9 +30,11 @@ class _Line:
 
 class FairThreads:
     def __init__(self, num_threads: int, name: str):
-        """num_threads: 2 or more. A thread is started when it is first needed, and stays."""
-        self._threads = ThreadPoolExecutor(num_threads, name)
-        self._num_free, self._most_each = num_threads, num_threads - 1
+        """num_threads: 2 or more. A thread is started when it is first needed, and stays; the process ends without it,
+        whatever it does then."""
+        self._num_threads, self._name = num_threads, name
+        self._begun: queue.SimpleQueue[tuple[str, Future, Callable[[], Any]]] = queue.SimpleQueue()
+        self._num_started, self._num_free, self._most_each = 0, num_threads, num_threads - 1
         self._lines: dict[str, _Line] = {}  # of clients with work here
         self._num_came = 0
         self._lock = threading.Lock()
@@ -48,6 +51,10 @@ class FairThreads:
             self._begin()
         return future
 
+    @property
+    def is_busy(self) -> bool:
+        return self._num_free < self._num_threads
+
     def _begin(self) -> None:
         """What there are threads for."""
         while self._num_free:
@@ -62,9 +69,17 @@ class FairThreads:
             line.had += size
             line.num_running += 1
             self._num_free -= 1
-            self._threads.submit(self._work, client, future, work)
+            self._begun.put((client, future, work))
+            if self._num_threads - self._num_free > self._num_started:
+                self._num_started += 1
+                threading.Thread(target=self._run, name=f"{self._name}-{self._num_started}", daemon=True).start()
 
-    def _work(self, client: str, future: Future, work: Callable[[], Any]) -> None:
+    def _run(self) -> None:
+        while True:
+            self._work()
+
+    def _work(self) -> None:
+        client, future, work = self._begun.get()
         try:
             result, error = work(), None
         except BaseException as raised:

@@ -32,6 +32,7 @@ from minivllm.engine.metrics import Metrics
 from minivllm.engine.output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minivllm.engine.prepare import check_prompt_logprobs, num_logprobs
 from minivllm.engine.prompt_embeds import KEY as PROMPT_EMBEDS
+from minivllm.engine.tokenizer import LONGEST_TOKEN
 from minivllm.errors import BadRequest
 from minivllm.plan import NO_DISTRIBUTION, NO_LOGITS, NO_MEMORY, TOO_SLOW
 from minivllm.registry import did_you_mean
@@ -39,6 +40,7 @@ from minivllm.request import BeamSearchParams, Beside, SamplingParams
 from minivllm.serve import bodies, errors
 from minivllm.serve.connection import encoded
 from minivllm.serve.deadline import Deadline
+from minivllm.serve.keys import salted
 from minivllm.serve.ledger import Ledger, OwnLedger
 from minivllm.serve.limits import Demand, Limits, demand
 from minivllm.serve.off_loop import by_size
@@ -59,7 +61,6 @@ from minivllm.serve.telemetry import CONTEXT_HEADERS, NoTracing, Tracing
 from minivllm.serve.timings import NoTimings, RequestTimings, Timings, without_nulls
 from minivllm.serve.tools.parsers import ToolParser
 
-LONGEST_TOKEN = 256  # characters: no vocabulary has longer ones
 PER_CHOICE = 16  # that making a choice takes as long as, in log-probabilities
 PER_TOKEN = 8  # that telling thinking from the answer takes as long as, in characters that are parsed
 ENDED_AT_ONCE = 32  # prompts of a request that nobody waits for any more
@@ -139,9 +140,13 @@ class Service:
 
     def admit_answer(self, client: str, num_bytes: int) -> None:
         """Raises ApiError 429 for a long answer while others that are being made may take all that there is."""
-        most = most_answer_bytes(self.request_limits.answer_bytes, self.engine.max_model_len)
-        if self.max_waiting is not None and not self.long_answers.has_room(client, num_bytes, most):
+        if self.max_waiting is not None and not self.long_answers.has_room(client, num_bytes, self.most_answer_bytes):
             raise errors.answers_full()
+
+    @property
+    def most_answer_bytes(self) -> int:
+        """Of all answers together, a client's equal part aside."""
+        return most_answer_bytes(self.request_limits.answer_bytes, self.engine.max_model_len)
 
     @property
     def model(self) -> str:
@@ -283,8 +288,9 @@ class Job:
         return num_prompt + sum(metrics.num_generation_tokens for metrics in self.made)
 
     def _request_id(self, prompt: int) -> str:
-        """What the engine calls it."""
-        return f"{self.id}-{prompt}"
+        """What the engine calls it. An id that a client has chosen is its own: another may have the same."""
+        own = f"@{self.client}" if self.body.request_id and self.client else ""
+        return f"{self.id}-{prompt}{own}"
 
     def _generate(self, prompt: int, kind: str) -> AsyncGenerator[RequestOutput, None]:
         return self.service.engine.generate(
@@ -292,7 +298,7 @@ class Job:
             self.params,
             self._request_id(prompt),
             priority=self.body.priority or 0,
-            cache_salt=self.tenant + (self.body.cache_salt or ""),
+            cache_salt=salted(self.tenant, self.body.cache_salt),
             output_kind=kind,
             lora_request=self.service.adapter_of(self.body) or None,
             client=self.client,

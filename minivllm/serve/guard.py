@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minivllm.engine.metrics import Metrics
-from minivllm.serve import errors, strict
+from minivllm.serve import errors, off_loop, strict
 from minivllm.serve.browsers import Browsers
+from minivllm.serve.connection import watched
 from minivllm.serve.deadline import HEADER as TIMEOUT
 from minivllm.serve.deadline import Deadlines
 from minivllm.serve.keys import ADMITS, Keys
+from minivllm.serve.ledger import Ledger
 from minivllm.serve.limits import Limits
+from minivllm.serve.memory import Memory
 from minivllm.serve.rate_limit import name_of
 
 WRONG_KEY = (
@@ -39,8 +42,11 @@ class Guard:
         limits: Limits,
         deadlines: Deadlines,
         browsers: Browsers,
+        ledger: Ledger,
+        most_bodies: int,
     ):
-        """paths: of each handler."""
+        """paths: of each handler. most_bodies: bytes of all that are not answered yet."""
+        self.ledger, self.most_bodies = ledger, most_bodies
         self.app, self.keys, self.metrics, self.paths = app, keys, metrics, paths
         self.limits, self.deadlines, self.browsers = limits, deadlines, browsers
 
@@ -54,13 +60,19 @@ class Guard:
                 message = self._with_limits(scope, message)
             await send(message)
 
+        off_loop.attending.set(lambda work: watched(work, receive, scope))
         refusal = self._refusal(scope)
+        state = scope.setdefault("state", {})
+        off_loop.serves.set(state.get("client", ""))
+        state["memory"] = memory = Memory(self.ledger, state.get("client", ""), self.most_bodies)
         app = self.app if refusal is None else errors.response(refusal, scope["path"])
         try:
             await app(scope, receive, counted)
         except Exception:
             self._count(scope, 500)
             raise
+        finally:
+            memory.end()
 
     def _count(self, scope: Scope, status: int) -> None:
         path = self.paths.get(scope.get("endpoint"), "other")  # not the raw path: anyone could make up new labels
@@ -80,11 +92,12 @@ class Guard:
             return refusal
         if (refusal := self._check_key(scope)) is not None:
             return refusal
-        if scope["method"] not in ("POST", "DELETE"):
-            return None  # what makes no work is free
         state = scope.setdefault("state", {})
         client = name_of(state.get("owner"), (scope.get("client") or ("",))[0])
         state["client"] = self.keys.share_of(client)
+        if scope["method"] not in ("POST", "DELETE"):
+            return None  # what makes no work is free; of those that do, an endpoint says so (endpoint.py)
+        state["counts"] = True
         try:
             self.limits.count_request(state["client"])
             asked = next((value for name, value in scope["headers"] if name == TIMEOUT.encode()), None)
@@ -95,8 +108,8 @@ class Guard:
 
     def _with_limits(self, scope: Scope, message: Message) -> Message:
         """With what is left to the client, if its request counts."""
-        client = scope.get("state", {}).get("client")
-        told = [] if client is None else self.limits.headers(client)
+        state = scope.get("state", {})
+        told = self.limits.headers(state["client"]) if state.get("counts") else []
         return {**message, "headers": [*message.get("headers", ()), *told]} if told else message
 
     def _check_key(self, scope: Scope) -> errors.ApiError | None:

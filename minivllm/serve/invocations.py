@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive
 
 from minivllm.errors import BadRequest
+from minivllm.serve import json_bounds
 from minivllm.serve.bodies import NotJSON
 from minivllm.serve.connection import hint_at_type, read_body
 from minivllm.serve.off_loop import by_size, client_of
@@ -30,12 +31,18 @@ async def invocations(request: Request) -> ASGIApp:
     data = await read_body(request)
     try:
         client = client_of(request.scope["state"])
-        parts = await by_size(len(data), lambda: msgspec.json.decode(data, type=dict[str, msgspec.Raw]), client)
+        parts = await by_size(len(data), lambda: fields_of(data), client)
         path = path_of(parts, request.app.state.service.engine.task)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise NotJSON(f"the body is no JSON object: {error}{hint_at_type(request.headers)}") from None
     (handler,) = (route.endpoint for route in request.app.routes if route.path == path)
     return await handler(Request(request.scope, again(data, request.receive)))
+
+
+def fields_of(data: bytes) -> dict[str, msgspec.Raw]:
+    """Raises BadRequest for what has too many parts to be looked at."""
+    json_bounds.check(data)
+    return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
 
 
 def path_of(fields: Mapping[str, object], task: str) -> str:

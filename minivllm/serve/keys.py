@@ -190,5 +190,10 @@ class Keys:
         return hmac.new(self._secret, f"{purpose} {text}".encode(), hashlib.sha256).hexdigest()
 
 
+def salted(tenant: str, salt: str | None) -> str:
+    """A request's whole cache_salt. Of its own part a digest: each sequence carries it, and each trace shows it."""
+    return tenant + hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()[:32] if salt else tenant
+
+
 def _hash(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()

@@ -49,6 +49,8 @@ class Buckets(Protocol):
 
 
 class Ledger(Protocol):
+    body_bytes: Holdings  # by client: of bodies, from their first byte until they are answered (memory.py)
+
     @property
     def sequences(self) -> Holdings:
         """By client (keys.Keys.share_of): whose answers are not complete."""
@@ -56,7 +58,7 @@ class Ledger(Protocol):
 
     @property
     def answer_bytes(self) -> Holdings:
-        """By client: of long answers (shares.py)."""
+        """By client: of long answers, while they are made and while they are sent (shares.py, memory.py)."""
         ...
 
     @property
@@ -122,4 +124,5 @@ class OwnLedger:
 
     def __init__(self) -> None:
         self.sequences, self.answer_bytes, self.connections = OwnHoldings(), OwnHoldings(), OwnHoldings()
+        self.body_bytes: Holdings = OwnHoldings()
         self.requests, self.tokens = OwnBuckets(), OwnBuckets()

@@ -14,8 +14,8 @@ from minivllm.serve.protocol import (
     MAX_TOOLS,
     NO_EFFORT,
     TEXT_ONLY,
+    CacheSalt,
     Extensions,
-    NotEmpty,
     Positive,
     RequestBody,
     accepted,
@@ -193,7 +193,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     fallbacks: Annotated[Any, hint("no request is declined here")] = None
     fallback_credit_token: Annotated[Any, hint(NOBODY_PAYS)] = None
     diagnostics: Annotated[Any, hint("an answer does not say why a prompt was not cached")] = None
-    cache_salt: Annotated[NotEmpty | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
+    cache_salt: Annotated[CacheSalt | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
     kv_transfer_params: Annotated[Any, refused("K and V of another server", {})] = None
 
 

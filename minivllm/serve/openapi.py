@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from types import UnionType
@@ -14,6 +15,12 @@ from minivllm.serve.errors import shape_of
 
 if TYPE_CHECKING:
     from minivllm.serve.endpoint import Endpoint
+
+
+@functools.lru_cache(8)
+def encoded(endpoints: tuple[Endpoint, ...], root_path: str) -> bytes:
+    """The document as JSON. Making it takes 0.2 CPU seconds, so a server does it once, before it takes requests."""
+    return msgspec.json.encode(document(endpoints, root_path))
 
 
 def document(endpoints: Sequence[Endpoint], root_path: str = "") -> dict[str, Any]:

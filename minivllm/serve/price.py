@@ -4,7 +4,7 @@ and the limit.
 sequences   prompts x n, or best_of                                                        --max-request-sequences
 tokens      of the prompts, and of each sequence at its longest                            --max-request-tokens
 bytes       of the answer: each position has its text and, for each choice, its reported   --max-answer-bytes
-            log-probabilities; and of the lists that come with the request
+            log-probabilities; and of the lists and texts that come with the request, for each of its prompts
 lists       tokens that they name and letters of bad words, for each sequence              MAX_LISTED
 
 Bytes are those of JSON at the usual length of a token, which is a few letters; what the server holds meanwhile is some
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from minivllm.errors import BadRequest
 from minivllm.request import SamplingParams
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 MAX_LISTED = 2**20
 NAMED_BYTES = 32  # a log-probability in the lists that echo a prompt: "text":-1.2345678901234567
 LISTED_BYTES = 64  # a value of a list, in the front end and in the core
+CHAR_BYTES = 4  # a character of a text, likewise, at most
 LISTS = ("allowed_token_ids", "logit_bias", "stop_token_ids", "bad_words")
 
 
@@ -51,6 +54,7 @@ def check(job: Job, names: Names) -> None:
     check_lists(lists, job.num_sequences)
     parts = answer_parts(job, lengths, outputs, names)
     parts |= {name: LISTED_BYTES * num * len(lengths) for name, num in lists.items()}
+    parts |= {name: num * len(lengths) for name, num in texts(job).items()}
     check_bytes(parts, most_answer_bytes(limits.answer_bytes, job.service.engine.max_model_len))
     job.num_bytes = sum(parts.values())
 
@@ -98,6 +102,15 @@ def listed(job: Job) -> dict[str, int]:
         return {}
     found = {name: len(getattr(params, name) or ()) for name in LISTS}
     return found | {"bad_words": sum(map(len, params.bad_words))}
+
+
+def texts(job: Job) -> dict[str, int]:
+    """Bytes of the texts that cross to the core with each prompt, by the field that brought them."""
+    params = job.params
+    if not isinstance(params, SamplingParams):
+        return {}
+    stop, held = CHAR_BYTES * sum(map(len, params.stop or ())), params.structured
+    return {"stop": stop} | ({} if held is None else {held.field: len(msgspec.msgpack.encode(held))})
 
 
 def answer_parts(job: Job, lengths: Sequence[int], outputs: Sequence[int], names: Names) -> dict[str, int]:

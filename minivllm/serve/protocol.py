@@ -24,6 +24,7 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 NotNegative = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 MostLogprobs = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # -1: of the whole vocabulary, where --max-logprobs admits it
 NotEmpty = Annotated[str, Meta(min_length=1)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=4096)]
 MAX_TOOLS = 1024
 MAX_ITEMS = 16_384  # of a list that is looked at item by item: as many messages are longer than any context
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -121,7 +122,7 @@ class Sampling(GenerationExtensions, kw_only=True):
         doc("vLLM's: the answer's id ends with it; no other request that runs may have it."),
     ] = None
     priority: Annotated[Int32 | None, doc("vLLM's. Smaller is served earlier, with scheduler.policy=priority.")] = None
-    cache_salt: Annotated[NotEmpty | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
+    cache_salt: Annotated[CacheSalt | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
 
     response_format: Annotated[ResponseFormat | None, doc("Hold the answer to JSON, or to a JSON Schema.")] = None
     structured_outputs: Annotated[StructuredOutputs | None, doc("vLLM's: what the output must look like.")] = None

@@ -9,14 +9,14 @@ as long as there are runs.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import re
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -24,9 +24,11 @@ from starlette.requests import Request
 from minivllm.errors import BadRequest
 from minivllm.serve import bodies, errors
 from minivllm.serve.deadline import Deadline
-from minivllm.serve.response_store import NotKept, Record, ResponseStore, TooLarge, TooLong
+from minivllm.serve.fair_threads import FairThreads
+from minivllm.serve.off_loop import done_by, serves
+from minivllm.serve.response_store import PART, Changed, NotKept, Record, ResponseStore, Seen, TooLarge, TooLong
 from minivllm.serve.responses import Writer, encoded
-from minivllm.serve.responses_protocol import InputItem, ResponseError, ResponsesRequest
+from minivllm.serve.responses_protocol import InputItem, InputItemsQuery, ItemList, ResponseError, ResponsesRequest
 
 R = TypeVar("R")
 
@@ -60,13 +62,13 @@ class NoShelf:
             f"{where}: nothing is stored here that item_reference could mean. Send the item itself.", where
         )
 
-    async def get(self, id: str, owner: str) -> NoReturn:
+    async def seen(self, id: str, owner: str) -> NoReturn:
         raise errors.ApiError(404, f'no response "{id}": {NOTHING_KEPT}', code="nothing_stored")
 
-    delete = get
+    delete = is_background = answer = seen
 
-    async def input_items(self, id: str, owner: str, max_bytes: int) -> NoReturn:
-        await self.get(id, owner)
+    async def page(self, id: str, owner: str, query: InputItemsQuery, max_bytes: int) -> NoReturn:
+        await self.seen(id, owner)
 
     async def close(self) -> None:
         pass
@@ -136,11 +138,18 @@ class Run:
         return [self.writer.told("failed")]
 
 
+def steady_clock() -> Callable[[], float]:
+    """Seconds since the epoch, by the system's clock as it is now: when that jumps, nothing becomes older at once."""
+    ticks = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the former goes on while the machine sleeps
+    begin = time.time() - time.clock_gettime(ticks)
+    return lambda: begin + time.clock_gettime(ticks)
+
+
 class Shelf:
     def __init__(self, store: ResponseStore):
-        self.store = store
+        self.store, self._now = store, steady_clock()
         self.runs: dict[str, Run] = {}
-        self._thread = ThreadPoolExecutor(1, "responses")  # SQLite waits for the disk, and for other servers
+        self._threads = FairThreads(2, "responses")  # SQLite waits for the disk, and for other servers
         self._watcher: asyncio.Task | None = None
 
     async def close(self) -> None:
@@ -151,12 +160,11 @@ class Shelf:
         await asyncio.gather(*(run.task for run in runs), return_exceptions=True)
         if self._watcher is not None:
             self._watcher.cancel()
-        await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self.store.close)
 
     async def _do(self, work: Callable[..., R], *args: Any) -> R:
         """work: a method of the store, or one that calls it."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+        return await done_by(self._threads, serves.get(), 1, lambda: work(*args))
 
     # --- a new response
 
@@ -169,7 +177,7 @@ class Shelf:
         """What comes before the input of a request that goes on from response `id`."""
         if id is None:
             return []
-        items, status = await self._do(self._earlier, id, owner, max_bytes, time.time())
+        items, status = await self._do(self._earlier, id, owner, max_bytes, self._now())
         if status in ("queued", "in_progress"):
             why = f'"{id}" is {status}; wait until it is complete'
             raise errors.ApiError(400, f"previous_response_id: {why}", "response_not_complete", "previous_response_id")
@@ -183,8 +191,14 @@ class Shelf:
         return items, end.status
 
     def _conversation(self, id: str, owner: str, max_bytes: int, now: float) -> list[Record]:
-        try:
+        with self._telling(id):
             return self.store.conversation(id, self.store.owner(owner), max_bytes, now)
+
+    @contextmanager
+    def _telling(self, id: str) -> Iterator[None]:
+        """What a conversation cannot be read for, as ApiErrors."""
+        try:
+            yield
         except NotKept as error:
             raise not_kept(id, error.args[0]) from None
         except TooLong as error:
@@ -194,7 +208,7 @@ class Shelf:
     async def keep(self, writer: Writer, asked: Asked) -> None:
         """A response that is whole. If that fails, it says that it is not stored."""
         try:
-            await self._do(self.store.put, self._record(writer, asked), time.time())
+            await self._do(self.store.put, self._record(writer, asked), self._now())
         except (sqlite3.Error, TooLarge) as error:
             logger.error("response %s is not kept: %s", writer.response.id, repr(error))
             writer.response.store = False
@@ -214,7 +228,7 @@ class Shelf:
             run.tell(writer.told("created"), writer.told("queued"))
             writer.opening = ("in_progress",)
             live = {"server": self.store.server, "events": b"" if asked.streamed else None}
-            await self._do(self.store.put, self._record(writer, asked, **live), time.time())
+            await self._do(self.store.put, self._record(writer, asked, **live), self._now())
         except TooLarge:
             writer.job.release()
             raise BadRequest("input is larger than all that may be kept (--store-max-bytes)", "input") from None
@@ -222,11 +236,12 @@ class Shelf:
             writer.job.release()
             raise
         self.runs[writer.response.id] = run
-        run.task = asyncio.create_task(self._work(run))
+        without_client = contextvars.Context()  # of off_loop: who waits for it, and on whose account
+        run.task = asyncio.create_task(self._work(run), context=without_client)
         if (deadline := writer.job.deadline) is not None:
             run.timer = asyncio.create_task(run.stop_at(deadline))
         if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.create_task(self._watch())
+            self._watcher = asyncio.create_task(self._watch(), context=without_client)
         return run
 
     async def _work(self, run: Run) -> None:
@@ -255,7 +270,7 @@ class Shelf:
             run.timer.cancel()
         events = b"".join([*run.events, *ending]) if run.streamed else None
         try:
-            await self._do(self.store.finish, response.id, msgspec.json.encode(response), events, time.time())
+            await self._do(self.store.finish, response.id, msgspec.json.encode(response), events, self._now())
         except sqlite3.Error:
             logger.exception("the end of response %s is not kept", response.id)
         del self.runs[response.id]
@@ -278,34 +293,67 @@ class Shelf:
 
     # --- a response that is kept
 
-    async def get(self, id: str, owner: str) -> Record:
+    async def seen(self, id: str, owner: str) -> Seen:
         """Raises ApiError 404."""
         owner, is_lost = self.store.owner(owner), id not in self.runs
-        record = await self._do(self.store.get, id, owner, time.time())
-        if record is not None and is_lost and record.server == self.store.server:  # its end could not be kept
+        seen = await self._do(self.store.seen, id, owner, self._now())
+        if seen is not None and is_lost and seen.server == self.store.server:  # its end could not be kept
             error = msgspec.to_builtins(ResponseError("server_error", "what came of this response could not be kept"))
-            await self._do(self.store.stop, id, owner, "failed", error, time.time())
-            record = await self._do(self.store.get, id, owner, time.time())
-        if record is None:
-            raise errors.ApiError(404, f'no response "{id}" is kept here', code="response_not_found")
-        return record
+            await self._do(self.store.stop, id, owner, "failed", error, self._now())
+            seen = await self._do(self.store.seen, id, owner, self._now())
+        if seen is None:
+            raise not_here(id)
+        return seen
 
-    async def input_items(self, id: str, owner: str, max_bytes: int) -> list[dict[str, Any]]:
-        """All that it answers: also what came before its own input, answers included. Raises ApiError."""
-        await self.get(id, owner)
-        return await self._do(self._input_items, id, owner, max_bytes, time.time())
+    async def answer(self, id: str, owner: str) -> tuple[int, AsyncIterator[bytes]]:
+        """The response as it is now: how many bytes, and these in parts. Raises ApiError 404."""
+        while True:
+            seen = await self.seen(id, owner)
+            try:
+                first = await self._do(self.store.part, seen, "response", 0)
+            except Changed:
+                continue  # it changes a few times in its life, and is gone at last
+            return seen.num_response, self._parts(seen, "response", first)
 
-    def _input_items(self, id: str, owner: str, max_bytes: int, now: float) -> list[dict[str, Any]]:
-        *before, last = self._conversation(id, owner, max_bytes, now)
-        items: list[dict[str, Any]] = []
-        for turn in before:
-            items += [*msgspec.json.decode(turn.items), *msgspec.json.decode(turn.response)["output"]]
-        return items + msgspec.json.decode(last.items)
+    async def _parts(self, seen: Seen, column: Literal["response", "events"], first: bytes) -> AsyncIterator[bytes]:
+        """Read as they are wanted. first: of them. Raises ApiError 409 if what is read changes meanwhile: a live one
+        has ended, or one was deleted."""
+        length = seen.num_response if column == "response" else seen.num_events or 0
+        yield first
+        try:
+            for begin in range(len(first), length, PART):
+                yield await self._do(self.store.part, seen, column, begin)
+        except Changed:
+            raise errors.ApiError(409, f'"{seen.id}" has just changed; ask again', code="response_changed") from None
+
+    async def is_background(self, id: str, owner: str) -> bool:
+        await self.seen(id, owner)
+        return await self._do(self._is_background, id, self.store.owner(owner), self._now())
+
+    def _is_background(self, id: str, owner: str, now: float) -> bool:
+        record = self.store.get(id, owner, now)
+        return record is not None and msgspec.json.decode(record.response, type=Background).background
+
+    async def page(self, id: str, owner: str, query: InputItemsQuery, max_bytes: int) -> ItemList:
+        """Of all that it answers: also what came before its own input, answers included. Raises ApiError, and
+        BadRequest."""
+        await self.seen(id, owner)
+        return await self._do(self._page, id, owner, query, max_bytes, self._now())
+
+    def _page(self, id: str, owner: str, query: InputItemsQuery, max_bytes: int, now: float) -> ItemList:
+        asked = query.after, query.limit, query.order == "desc", max_bytes, now
+        try:
+            with self._telling(id):
+                shown, has_more = self.store.page(id, self.store.owner(owner), *asked)
+        except ValueError:
+            raise BadRequest(f'after: "{query.after}" is the id of no item of this response', "after") from None
+        first, last = (msgspec.json.decode(shown[i], type=Item).id if shown else None for i in (0, -1))
+        return ItemList([msgspec.Raw(item) for item in shown], first, last, has_more)
 
     async def items(self, wanted: Mapping[str, str], owner: str, max_bytes: int) -> dict[str, InputItem]:
         """By id. wanted: the places of the request where they are, by id. Their responses may not have more bytes than
         a request that sends them. Raises ApiError, naming the place of one that is not there."""
-        return await self._do(self._items, wanted, owner, max_bytes, time.time())
+        return await self._do(self._items, wanted, owner, max_bytes, self._now())
 
     def _items(self, wanted: Mapping[str, str], owner: str, max_bytes: int, now: float) -> dict[str, InputItem]:
         found: dict[str, dict[str, Any]] = {}
@@ -327,16 +375,15 @@ class Shelf:
 
     async def delete(self, id: str, owner: str) -> None:
         """Raises ApiError 404."""
-        await self.get(id, owner)
+        await self.seen(id, owner)
         await self._do(self.store.delete, id, self.store.owner(owner))
         await self._stop(id)
 
-    async def cancel(self, id: str, owner: str) -> Record:
-        """As it is afterwards: one that is over stays as it was."""
-        await self.get(id, owner)
+    async def cancel(self, id: str, owner: str) -> None:
+        """One that is over stays as it was."""
+        await self.seen(id, owner)
         await self._stop(id)
-        await self._do(self.store.stop, id, self.store.owner(owner), "cancelled", None, time.time())  # another server's
-        return await self.get(id, owner)
+        await self._do(self.store.stop, id, self.store.owner(owner), "cancelled", None, self._now())  # another server's
 
     async def _stop(self, id: str) -> None:
         if (run := self.runs.get(id)) is not None:
@@ -351,14 +398,46 @@ class Shelf:
                 async for event in events:
                     yield event
             return
-        while (record := await self.get(id, owner)).server is not None:
+        while (seen := await self.seen(id, owner)).server is not None:
             await asyncio.sleep(LOOK_SECONDS)
-        if not record.events:
+        if not seen.num_events:
+            record = await self._do(self.store.get, id, self.store.owner(owner), self._now())
+            if record is None:
+                raise not_here(id)
             yield untold_end(record, number)
             return
-        told = record.events.split(b"\n\n")[:-1]
-        for event in told[number:] or [b": nothing more"]:  # something must come, for the answer to begin
-            yield event + b"\n\n"
+        is_empty = True
+        first = await self._do(self.store.part, seen, "events", 0)
+        async for part in behind(self._parts(seen, "events", first), number):
+            is_empty = False
+            yield part
+        if is_empty:
+            yield b": nothing more\n\n"  # something must come, for the answer to begin
+
+
+async def behind(parts: AsyncIterator[bytes], number: int) -> AsyncIterator[bytes]:
+    """What follows the first events, so many, of a text in parts that may be cut anywhere."""
+    last = b""  # of the part before: an end of an event may lie on both sides of a cut
+    async for part in parts:
+        text, last = last + part, part[-1:]
+        at = len(text) - len(part)
+        while number and (end := text.find(b"\n\n", max(0, at - 1))) >= 0:
+            number, at = number - 1, end + 2
+        if number:
+            continue
+        if text[at:]:
+            yield text[at:]
+        last = b""
+
+
+class Background(msgspec.Struct):
+    """Of a response that is kept."""
+
+    background: bool
+
+
+class Item(msgspec.Struct):
+    id: str
 
 
 class Ending(msgspec.Struct):
@@ -366,6 +445,10 @@ class Ending(msgspec.Struct):
 
     output: list[InputItem]
     status: str
+
+
+def not_here(id: str) -> errors.ApiError:
+    return errors.ApiError(404, f'no response "{id}" is kept here', code="response_not_found")
 
 
 def not_kept(id: str, missing: str) -> errors.ApiError:

@@ -7,9 +7,11 @@ An owner finds its own rows alone. A row that has a server is live: that server 
 a file of its own, which the kernel gives up however the process ends; so whoever meets a live row can tell whether
 anybody still works on it, and what nobody works on has failed.
 
-Bounds: of bytes, and of age since a response was made or last gone on from; what was used least recently goes first,
-and what is live stays. Nothing here knows of HTTP, nor of a response more than its `status` and `error`. Every method
-may wait for the disk, or for another server's transaction, and any thread may call it.
+Bounds: of bytes, and of age since a response was made or last gone on from. Where there are too many bytes, the owner
+who holds most gives way, so that none loses anything as long as it holds less than an equal part; of an owner's, what
+was used least recently goes first, and what is live stays. Nothing here knows of HTTP, nor of a response more than its
+`status`, `error` and `output`. Every method may wait for the disk, or for another server's transaction, and any thread
+may call it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -32,7 +34,7 @@ from msgspec import Struct
 from minivllm.errors import UserError
 
 APPLICATION_ID = 0x6D_76_6C_6D  # in the file's header, so that no other program's database is taken for one of ours
-VERSION = 1
+VERSION = 2
 BUSY_SECONDS = 10.0  # that a transaction waits for another server's
 MAX_BYTES = 2**30
 MAX_AGE = 30 * 86_400.0  # seconds
@@ -58,6 +60,21 @@ WITH RECURSIVE turns (id, number) AS (
     WHERE previous IS NOT NULL AND number < ?
 ) SELECT id FROM turns
 """
+OWNERS = """
+CREATE TABLE owners (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX by_bytes ON owners (bytes);
+CREATE INDEX by_owner ON responses (owner, used);
+INSERT INTO owners SELECT owner, sum(size) FROM responses GROUP BY owner;
+CREATE TRIGGER put_own AFTER INSERT ON responses
+BEGIN INSERT INTO owners VALUES (new.owner, new.size) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + new.size; END;
+CREATE TRIGGER changed_own AFTER UPDATE OF response, events ON responses
+BEGIN UPDATE owners SET bytes = bytes - old.size + new.size WHERE owner = new.owner; END;
+CREATE TRIGGER deleted_own AFTER DELETE ON responses BEGIN
+    UPDATE owners SET bytes = bytes - old.size WHERE owner = old.owner;
+    DELETE FROM owners WHERE owner = old.owner AND bytes <= 0;
+END;
+"""
+PART = 256 * 2**10  # bytes of a response that are read at once
 COLUMNS = "id, owner, items, response, previous, server, events"
 
 
@@ -73,6 +90,22 @@ class Record(Struct, frozen=True):
     @property
     def size(self) -> int:
         return len(self.items) + len(self.response) + len(self.events or b"")
+
+
+class Seen(NamedTuple):
+    """A response that is kept, unread."""
+
+    row: int
+    id: str
+    server: str | None
+    previous: str | None
+    num_items: int  # bytes
+    num_response: int
+    num_events: int | None
+
+
+class Changed(Exception):
+    """What was being read is another by now, or gone."""
 
 
 class NotKept(Exception):
@@ -125,7 +158,8 @@ class ResponseStore:
     # --- one response
 
     def put(self, record: Record, now: float) -> None:
-        """A new one. Raises TooLarge. The conversation that it goes on with counts as used."""
+        """A new one. Raises TooLarge, also if all others hold less than it takes. The conversation that it goes on
+        with counts as used."""
         if record.size > self.max_bytes:
             raise TooLarge
         fields = [getattr(record, name) for name in COLUMNS.split(", ")]
@@ -134,15 +168,31 @@ class ResponseStore:
             turns = (record.previous, LONGEST_CONVERSATION)
             db.execute(f"UPDATE responses SET used = ? WHERE id IN ({CONVERSATION})", (now, *turns))
         self.trim(now)
+        with self._transaction("DEFERRED") as db:
+            if db.execute("SELECT 1 FROM responses WHERE id = ?", (record.id,)).fetchone() is None:
+                raise TooLarge
 
     def get(self, id: str, owner: str, now: float) -> Record | None:
         """None: there is none, or it is another owner's, or too old."""
         with self._transaction() as db:
-            record = self._row(id, owner, now)
-            if record is not None and record.server is not None and not self._is_alive(record.server):
-                self._fail(db, record, now)
-                record = self._row(id, owner, now)
-            return record
+            self._seen(db, id, owner, now)
+            return self._row(id, owner, now)
+
+    def seen(self, id: str, owner: str, now: float) -> Seen | None:
+        """As get."""
+        with self._transaction() as db:
+            return self._seen(db, id, owner, now)
+
+    def part(self, seen: Seen, column: Literal["response", "events"], begin: int) -> bytes:
+        """PART bytes from there on, or what is left. Raises Changed."""
+        with self._transaction("DEFERRED") as db:
+            asked = f"SELECT id, server, length({column}) FROM responses WHERE rowid = ?"
+            length = seen.num_response if column == "response" else seen.num_events
+            if db.execute(asked, (seen.row,)).fetchone() != (seen.id, seen.server, length):
+                raise Changed
+            with db.blobopen("responses", column, seen.row, readonly=True) as blob:
+                blob.seek(begin)
+                return blob.read(PART)
 
     def delete(self, id: str, owner: str) -> bool:
         """Whether there was such a one."""
@@ -153,18 +203,43 @@ class ResponseStore:
 
     def conversation(self, id: str, owner: str, max_bytes: int, now: float) -> list[Record]:
         """That ends with this response, from its first. Raises NotKept and TooLong."""
-        turns: list[Record] = []
-        size, wanted = 0, id
+        with self._transaction() as db:  # nothing is read before all of it is known to be little enough
+            turns = list(self._turns(db, id, owner, max_bytes, now))
+            return [self._row(turn.id, owner, now) for turn in reversed(turns)]
+
+    def page(
+        self, id: str, owner: str, after: str | None, limit: int, is_descending: bool, max_bytes: int, now: float
+    ) -> tuple[list[bytes], bool]:
+        """Some of the items that a response answers, each as JSON, behind the one called `after`, and whether there are
+        more: those of its conversation, answers included, but not its own. Raises NotKept and TooLong as
+        `conversation`, ValueError for an `after` that is none of them."""
+        with self._transaction() as db:
+            turns = list(self._turns(db, id, owner, max_bytes, now))[::-1]
+            places = [(turn.row, column) for turn in turns for column in PARTS][:-1]  # where items lie
+            found = [(name, place, i) for place in places for i, name in enumerate(_names(db, *place))]
+            found = found[::-1] if is_descending else found
+            begin = 0 if after is None else 1 + [name for name, *_ in found].index(after)
+            shown = found[begin : begin + limit]
+            wanted = [(place, i) for _, place, i in shown]
+            texts = {}
+            for place in dict.fromkeys(place for place, _ in wanted):
+                numbers = [i for at, i in wanted if at == place]
+                read = _items(db, *place, min(numbers), max(numbers))
+                texts |= {(place, i): text for i, text in read}
+            return [texts[item] for item in wanted], begin + limit < len(found)
+
+    def _turns(self, db: sqlite3.Connection, id: str, owner: str, max_bytes: int, now: float) -> Iterator[Seen]:
+        """Of a conversation, from its last. Raises NotKept and TooLong."""
+        wanted, size, number = id, 0, 0
         while wanted is not None:
-            if (record := self.get(wanted, owner, now)) is None:
+            if (turn := self._seen(db, wanted, owner, now)) is None:
                 raise NotKept(wanted)
-            turns.append(record)
-            size, wanted = size + len(record.items) + len(record.response), record.previous
-            if len(turns) > LONGEST_CONVERSATION:
+            yield turn
+            wanted, size, number = turn.previous, size + turn.num_items + turn.num_response, number + 1
+            if number > LONGEST_CONVERSATION:
                 raise TooLong(f"more than {LONGEST_CONVERSATION} responses")
             if size > max_bytes:
                 raise TooLong(f"more than {max_bytes} bytes")
-        return turns[::-1]
 
     # --- those that are live
 
@@ -200,21 +275,26 @@ class ResponseStore:
             return db.execute("SELECT bytes FROM about").fetchone()[0]
 
     def trim(self, now: float) -> None:
-        """Let go what is too old, then what was used least recently, until the rest fits. The beginning of a
-        conversation goes before its end."""
+        """Let go what is too old, then, of the owner who holds most, what was used least recently, until the rest fits.
+        The beginning of a conversation goes before its end."""
+        oldest = "SELECT rowid FROM responses WHERE owner = ? AND server IS NULL ORDER BY used, rowid LIMIT 1"
         with self._transaction() as db:
             db.execute("DELETE FROM responses WHERE server IS NULL AND used < ?", (now - self.max_age,))
-            over = db.execute("SELECT bytes FROM about").fetchone()[0] - self.max_bytes
-            if over > 0:
-                db.executemany("DELETE FROM responses WHERE id = ?", [(id,) for id in self._oldest(over)])
+            while db.execute("SELECT bytes FROM about").fetchone()[0] > self.max_bytes:
+                with closing(db.execute("SELECT owner FROM owners ORDER BY bytes DESC")) as largest:
+                    rows = (db.execute(oldest, owner).fetchone() for owner in largest)
+                    row = next(filter(None, rows), None)
+                if row is None:
+                    break  # all are live
+                db.execute("DELETE FROM responses WHERE rowid = ?", row)
             give_room_back(db)
 
     # --- inside
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _transaction(self, kind: Literal["IMMEDIATE", "DEFERRED"] = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
         with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute(f"BEGIN {kind}")
             try:
                 yield self._db
             except BaseException:
@@ -229,13 +309,17 @@ class ResponseStore:
         ).fetchone()
         return found and Record(**dict(zip(COLUMNS.split(", "), found, strict=True)))
 
-    def _oldest(self, num_bytes: int) -> Iterator[str]:
-        """The ids of so much of what was used least recently."""
-        query = "SELECT id, size FROM responses WHERE server IS NULL ORDER BY used, rowid"
-        with closing(self._db.execute(query)) as rows:
-            while num_bytes > 0 and (row := rows.fetchone()) is not None:
-                yield row[0]
-                num_bytes -= row[1]
+    def _seen(self, db: sqlite3.Connection, id: str, owner: str, now: float) -> Seen | None:
+        """One that its server has left has failed."""
+        asked = (
+            "SELECT rowid, id, server, previous, length(items), length(response), length(events) FROM responses "
+            "WHERE id = ? AND owner = ? AND (used >= ? OR server IS NOT NULL)"
+        )
+        found = db.execute(asked, (id, owner, now - self.max_age)).fetchone()
+        if found is not None and found[2] is not None and not self._is_alive(found[2]):
+            self._fail(db, self._row(id, owner, now), now)
+            found = db.execute(asked, (id, owner, now - self.max_age)).fetchone()
+        return found and Seen(*found)
 
     def _sweep(self, now: float) -> None:
         """What servers that are no more have left: rows, and the files that they held."""
@@ -274,6 +358,23 @@ class ResponseStore:
         return False
 
 
+PARTS = ("items", "response")  # where a turn's items are: what was asked, and what was answered
+_LIST = {"items": "json_each(CAST(items AS TEXT))", "response": "json_each(CAST(response AS TEXT), '$.output')"}
+
+
+def _names(db: sqlite3.Connection, row: int, column: str) -> list[str]:
+    """The ids of the items that lie there."""
+    asked = f"SELECT json_extract(each.value, '$.id') FROM responses, {_LIST[column]} AS each WHERE responses.rowid = ?"
+    return [name for (name,) in db.execute(asked, (row,))]
+
+
+def _items(db: sqlite3.Connection, row: int, column: str, first: int, last: int) -> list[tuple[int, bytes]]:
+    """Those from the first number to the last."""
+    asked = f"SELECT each.key, each.value FROM responses, {_LIST[column]} AS each WHERE responses.rowid = ?"
+    found = db.execute(f"{asked} AND each.key BETWEEN ? AND ?", (row, first, last))
+    return [(number, text.encode()) for number, text in found]
+
+
 def locked(path: Path) -> IO[bytes]:
     """A file that this process holds a lock on, until it is closed."""
     lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
@@ -293,14 +394,16 @@ def opened(path: Path) -> sqlite3.Connection:
     try:
         kind = db.execute("PRAGMA application_id").fetchone()[0], db.execute("PRAGMA user_version").fetchone()[0]
         is_new = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        if not is_new and kind != (APPLICATION_ID, VERSION):
+        if not is_new and kind not in ((APPLICATION_ID, 1), (APPLICATION_ID, VERSION)):
             raise UserError(f"{path} is no store of responses, or one of another version of minivllm")
         path.chmod(0o600)
         for pragma in ("auto_vacuum = INCREMENTAL", "journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
             db.execute(f"PRAGMA {pragma}").fetchall()
         if is_new:
             begin = f"BEGIN; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {VERSION};"
-            db.executescript(f"{begin} {SCHEMA} INSERT INTO about VALUES (randomblob(16), 0); COMMIT;")
+            db.executescript(f"{begin} {SCHEMA} {OWNERS} INSERT INTO about VALUES (randomblob(16), 0); COMMIT;")
+        elif kind[1] == 1:  # before owners had parts of it
+            db.executescript(f"BEGIN; PRAGMA user_version = {VERSION}; {OWNERS} COMMIT;")
     except BaseException:
         db.close()
         raise

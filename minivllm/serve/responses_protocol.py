@@ -17,9 +17,9 @@ from minivllm.serve.protocol import (
     NOBODY_ASKS,
     TEXT_ONLY,
     CachedTokens,
+    CacheSalt,
     GenerationExtensions,
     Int32,
-    NotEmpty,
     Positive,
     ReasoningTokens,
     RequestBody,
@@ -183,6 +183,9 @@ class ResponseStreamOptions(RequestBody):
     include_obfuscation: Annotated[bool | None, accepted()] = None
 
 
+Metadata = Annotated[  # within OpenAI's limits
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
 InputItems = Annotated[list[InputItem], Meta(max_length=MAX_ITEMS)]
 
 
@@ -200,10 +203,10 @@ class ResponsesRequest(GenerationExtensions, kw_only=True):
     parallel_tool_calls: Annotated[bool | None, doc("false: one call at most.")] = None
     text: TextConfig | None = None
     stream: bool | None = None
-    metadata: Annotated[dict[str, str] | None, doc("Comes back in the response.")] = None
+    metadata: Annotated[Metadata | None, doc("Comes back in the response. 16 pairs of 64 and 512 characters.")] = None
 
     stream_options: ResponseStreamOptions | None = None
-    cache_salt: Annotated[NotEmpty | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
+    cache_salt: Annotated[CacheSalt | None, doc("vLLM's: prefix-cache blocks are shared only within one salt.")] = None
     user: Annotated[str | None, hint(NOBODY_ASKS)] = None
     safety_identifier: Annotated[str | None, hint(NOBODY_ASKS)] = None
     service_tier: Annotated[str | None, hint("there is one tier", "auto", "default")] = None
@@ -437,7 +440,7 @@ class ResponseEvent(Struct, kw_only=True):
 
 
 class ItemList(Struct):
-    data: list[dict[str, Any]]
+    data: list[Any]
     first_id: str | None
     last_id: str | None
     has_more: bool

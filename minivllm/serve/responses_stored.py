@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from minivllm.errors import BadRequest
 from minivllm.serve import bodies, chat, generation
-from minivllm.serve.connection import EventStream, JSONAnswer, reply
+from minivllm.serve.connection import EventStream, JSONAnswer, JSONParts, reply
 from minivllm.serve.errors import ApiError
 from minivllm.serve.generation import attach
 from minivllm.serve.off_loop import SHORT, by_size, client_of
@@ -27,7 +27,6 @@ from minivllm.serve.responses_protocol import (
     InputItemsQuery,
     InputTokenCount,
     InputTokensRequest,
-    ItemList,
     ResponseDeleted,
     ResponsesRequest,
     RetrieveQuery,
@@ -88,12 +87,12 @@ async def input_tokens(request: Request) -> Response:
 
 async def retrieve(request: Request) -> ASGIApp:
     query, shelf, id = bodies.queried(request, RetrieveQuery), request.app.state.shelf, id_of(request)
-    record = await shelf.get(id, owner(request))
     if not query.stream:
         if query.starting_after is not None:
             raise BadRequest("starting_after needs stream=true", "starting_after")
-        return reply(msgspec.Raw(record.response))
-    if record.events is None:
+        return JSONParts(*await shelf.answer(id, owner(request)))
+    seen = await shelf.seen(id, owner(request))
+    if seen.num_events is None:
         why = "only a response that was made with background=true and stream=true"
         raise BadRequest(f"stream: {why} can be streamed again", "stream")
     number = 0 if query.starting_after is None else query.starting_after + 1
@@ -105,28 +104,19 @@ async def delete(request: Request) -> Response:
     return reply(ResponseDeleted(id_of(request)))
 
 
-async def cancel(request: Request) -> Response:
+async def cancel(request: Request) -> ASGIApp:
     shelf, id = request.app.state.shelf, id_of(request)
-    if not msgspec.json.decode((await shelf.get(id, owner(request))).response)["background"]:
+    if not await shelf.is_background(id, owner(request)):
         raise ApiError(400, "only a response that was made with background=true can be cancelled", "not_in_background")
-    return reply(msgspec.Raw((await shelf.cancel(id, owner(request))).response))
+    await shelf.cancel(id, owner(request))
+    return JSONParts(*await shelf.answer(id, owner(request)))
 
 
-async def input_items(request: Request) -> Response:
+async def input_items(request: Request) -> ASGIApp:
     query, state = bodies.queried(request, InputItemsQuery), request.app.state
-    items = await state.shelf.input_items(id_of(request), owner(request), state.max_body_bytes)
-    return reply(page(items if query.order == "asc" else items[::-1], query))
-
-
-def page(items: list[dict[str, Any]], query: InputItemsQuery) -> ItemList:
-    """items: in the order that is asked for."""
-    ids = [item["id"] for item in items]
-    if query.after is not None and query.after not in ids:
-        raise BadRequest(f'after: "{query.after}" is the id of no item of this response', "after")
-    begin = 0 if query.after is None else ids.index(query.after) + 1
-    shown = items[begin : begin + query.limit]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return ItemList(shown, first, last, has_more=begin + query.limit < len(items))
+    page = await state.shelf.page(id_of(request), owner(request), query, state.max_body_bytes)
+    request.state.memory.answer(sum(map(len, page.data)), state.service.most_answer_bytes)
+    return reply(page)
 
 
 # ------------------------------------------------------------------------------------------------------------- parts

@@ -15,8 +15,9 @@ Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 def reserved(role: str, handler: Handler) -> Handler:
-    """The handler, for callers with a key of this role, if it is not `use`: all have shown one of that (guard.py)."""
-    return handler if role == "use" else {"metrics": for_metrics, "admin": for_admins}[role](handler)
+    """The handler, for callers with a key of this role, if it is neither `anyone`, who needs none, nor
+    `use`: all have shown one of that (guard.py)."""
+    return handler if role in ("anyone", "use") else {"metrics": for_metrics, "admin": for_admins}[role](handler)
 
 
 def for_metrics(handler: Handler) -> Handler:

@@ -7,6 +7,7 @@ with 0. Who presses Ctrl-C again while that lasts gets the end at once, with 130
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -22,8 +23,8 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
+from minivllm.serve import off_loop
 from minivllm.serve.connections import Acceptor, Connections
-from minivllm.serve.off_loop import SWITCH_SECONDS
 from minivllm.serve.patience import allow_many_connections
 from minivllm.serve.quick_send import QuickProtocol
 
@@ -62,10 +63,13 @@ class Server(uvicorn.Server):
         """Serve until a signal; the exit code."""
         allow_many_connections()
         self.run(sockets=[listener])
-        return 0 if self.started else 1
+        code = 0 if self.started else 1
+        if threading.current_thread() is threading.main_thread():
+            atexit.register(off_loop.leave, code)
+        return code
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        sys.setswitchinterval(SWITCH_SECONDS)
+        sys.setswitchinterval(off_loop.SWITCH_SECONDS)
         try:
             await super().startup([])  # uvicorn accepts without limits
             self._acceptors = [self._accept(listener) for listener in sockets or []]

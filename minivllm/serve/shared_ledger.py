@@ -24,13 +24,13 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
 
-from minivllm.serve.ledger import Bucket
+from minivllm.serve.ledger import Bucket, Holdings
 
 NUM_ROWS = 2**15  # as many as four servers have connections
 SAMPLE = 16
 KEY_BYTES = 8  # of a hash with a secret: nobody can look for two clients that have the same
 CELL = 8  # bytes of every other value
-THINGS = ("sequences", "answer_bytes", "connections")
+THINGS = ("sequences", "answer_bytes", "connections", "body_bytes")
 BUCKETS = ("requests", "tokens")
 PATIENCE = 0.02  # seconds; alone is alone for some ten microseconds, and longer where a process loses its core
 POLL_SECONDS = 0.0002
@@ -68,7 +68,10 @@ class SharedLedger:
         self._number, self._secret = number, secret
         self._rows: dict[str, int] = {}  # where a client was last
         self._depth = 0
-        self.sequences, self.answer_bytes, self.connections = (_SharedHoldings(self, i) for i in range(len(THINGS)))
+        self.sequences, self.answer_bytes, self.connections, bodies = (
+            _SharedHoldings(self, i) for i in range(len(THINGS))
+        )
+        self.body_bytes: Holdings = bodies
         self.requests, self.tokens = (_SharedBuckets(self, i) for i in range(len(BUCKETS)))
 
     @contextmanager

@@ -22,11 +22,12 @@ from minivllm.errors import BadRequest
 from minivllm.request import Beside, SamplingParams
 from minivllm.serve import errors, price
 from minivllm.serve.connection import Bytes, BytesAnswer, EventStream, JSONAnswer
+from minivllm.serve.containers import FORMATS
 from minivllm.serve.forms import taken_form
 from minivllm.serve.generation import DONE, Job, Prompt, Service, attach, event, final_outputs, new_id
 from minivllm.serve.off_loop import UNBOUNDED, by_size, client_of
 from minivllm.serve.protocol import NOBODY_ASKS, Int32, NotEmpty, RequestBody, Sampling, doc, hint, refused
-from minivllm.serve.recordings import FORMATS, pieces
+from minivllm.serve.recordings import pieces
 
 FILE = "file"
 NAMES = price.Names(FILE, "max_completion_tokens", "logprobs")
@@ -152,8 +153,8 @@ def listen(data: bytes, reader: AudioReader, most: int) -> Heard:
     """most: seconds. Raises BadRequest."""
     found, seconds = [], 0.0
     for piece in pieces(data, reader.seconds, most, FILE):
-        seconds += len(piece.samples) / piece.rate
-        found.append(reader.heard((piece.samples, piece.rate)))
+        seconds += piece.seconds
+        found.append(reader.heard(piece.samples))
     if not found:
         raise BadRequest(f"{FILE}: the recording is empty", FILE)
     return Heard(found, seconds)

@@ -36,6 +36,7 @@ HIDDEN = {
     "orphan",
     "waiting",
     "__main__",
+    "wanted",
 }
 HIDDEN |= {"__init__"}
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, WIDTH = 140, 40, 20, 24, 640

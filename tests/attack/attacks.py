@@ -143,6 +143,16 @@ def nested() -> Requests:
 # ------------------------------------------------------------------------------------------------------------- leaving
 
 
+def salts() -> Requests:
+    bodies = [{**asked(max_tokens=1), "prompt": [[1]] * 512, "cache_salt": "s" * size} for size in (4_000, 4_000_000)]
+    return sent(COMPLETIONS, *bodies)
+
+
+def texts_for_each_prompt() -> Requests:
+    schema = {"type": "object", "description": "x" * 120_000}
+    return sent(COMPLETIONS, {**asked(max_tokens=1), "prompt": [[1]] * 1024, "guided_json": schema})
+
+
 def streams() -> Requests:
     return sent(COMPLETIONS, *[asked(max_tokens=900, ignore_eos=True, stream=True)] * 100)
 
@@ -161,6 +171,8 @@ ATTACKS = (
     Attack("prompts far too long, and many", "H5", prompts),
     Attack("millions of ids to be made text", "H5; vLLM's CVE-2026-71486", tokens),
     Attack("JSON that is deep or wide", "fuzzing", nested),
+    Attack("a salt of megabytes for hundreds of prompts", "S3", salts),
+    Attack("a schema of a hundred kilobytes for a thousand prompts", "S3", texts_for_each_prompt),
     Attack("streams that are left", "as today", streams, leaves=0.3, served=True),
 )
 

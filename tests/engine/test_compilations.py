@@ -15,8 +15,8 @@ from minivllm.engine.messages import Abort, Add, Close, Ended, Refused, Report
 from minivllm.engine.step_loop import StepLoop
 from minivllm.errors import BadRequest, MinivllmError
 from minivllm.request import EngineRequest, SamplingParams
-from minivllm.sandbox import Unwanted
 from minivllm.structured.params import StructuredParams
+from minivllm.wanted import Unwanted
 
 
 class SlowCompiler:
@@ -114,6 +114,26 @@ def test_a_clients_grammar_waits_for_no_more_than_one_of_a_flood(monkeypatch):
     before = [[key in flood for key in compiler.compiled[: compiler.compiled.index(own)]].count(True) for own in quiet]
     assert before[0] <= 2 and before[1] <= before[0] + 1, "one in hand, and one for each of its own"
     assert [key for key in compiler.compiled if key in flood] == flood
+    compilations.close()
+
+
+def test_beside_a_flood_of_grammars_that_never_end_anothers_is_compiled_at_once():
+    compiler = SlowCompiler()
+    real = compiler.compile
+
+    def compile_own(params, is_wanted):
+        if params.regex == "own":
+            compiler.compiled.append(params.key)
+        else:
+            real(params, is_wanted)
+
+    compiler.compile = compile_own
+    compilations = make_compilations(compiler)
+    for client, regex in [*(("flood", f"a{{{i}}}") for i in range(1, 12)), ("quiet", "own")]:
+        params = SamplingParams(structured=StructuredParams(regex=regex))
+        assert compilations.hold(EngineRequest(f"{client}-{regex}", [1], params, client=client))
+    wait_for(lambda: len(compiler.compiled) == 1)
+    compiler.gate.set()
     compilations.close()
 
 

@@ -24,10 +24,11 @@ from minivllm.engine.messages import Abort, Add, Close, Refused, Report
 from minivllm.engine.step_loop import StepLoop
 from minivllm.errors import BadRequest
 from minivllm.request import EngineRequest, SamplingParams
-from minivllm.sandbox import Limits, Unwanted
+from minivllm.sandbox import Limits
 from minivllm.structured.compiler import GrammarCompiler
 from minivllm.structured.params import StructuredParams
 from minivllm.structured.trial import answer_of, make_work, setup_of
+from minivllm.wanted import Unwanted
 
 WIDE = Limits(seconds=120, megabytes=512)  # no test waits for these
 SHORT = Limits(seconds=1.0, megabytes=512)  # which a small grammar needs little of

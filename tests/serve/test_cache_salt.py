@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from minivllm.errors import BadRequest
-from minivllm.serve.keys import Keys
+from minivllm.serve.keys import Keys, salted
 
 TINY = {"kv.num_blocks": 200, "kv.block_size": 8, "executor.num_threads": 1}
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
@@ -25,7 +25,7 @@ def post(url, path="/v1/completions", key="", prompt="x", **fields):
 def test_a_salt_reaches_the_engine_from_every_endpoint(fake, path):
     assert post(fake.url, path, cache_salt="s").status_code == 200
     assert post(fake.url, path).status_code == 200
-    assert [call.salt for call in fake.engine.calls] == ["s", ""]
+    assert [call.salt for call in fake.engine.calls] == [salted("", "s"), ""]
     reply = post(fake.url, path, cache_salt="")
     assert reply.status_code == 400 and "cache_salt" in reply.json()["error"]["message"]
 
@@ -43,10 +43,10 @@ def test_several_keys_have_salts_of_their_own(fake_engine, serving, path):
 def test_a_requests_salt_divides_its_keys_part_and_never_leaves_it(fake_engine, serving):
     with serving(fake_engine, api_keys=["one", "two"]) as url:
         post(url, key="one"), post(url, key="one", cache_salt="s"), post(url, key="two", cache_salt="s")
-        own, salted, other = (call.salt for call in fake_engine.calls)
-        assert salted == own + "s" != other and other.endswith("s")
+        own, divided, other = (call.salt for call in fake_engine.calls)
+        assert divided == salted(own, "s") != other and len(other) == len(divided) > len(own)
         post(url, key="two", cache_salt=own)  # though somebody knew it
-        assert fake_engine.calls[-1].salt == other[:-1] + own
+        assert fake_engine.calls[-1].salt == salted(other[: len(own)], own)
 
 
 @pytest.mark.parametrize("options", [{}, {"api_keys": ["one"]}, {"api_keys": ["one", "one"]},
@@ -105,3 +105,14 @@ def test_a_prompt_dictionary_may_have_a_salt():
         for wrong in ("", 5):
             with pytest.raises(BadRequest, match="cache_salt"):
                 llm.generate({"prompt_token_ids": ids, "cache_salt": wrong}, one, use_tqdm=False)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_however_long_a_salt_is_it_crosses_to_the_core_as_a_short_one(fake, path):
+    for salt in ("s", "s" * 4096, "\u00e4" * 4096):
+        assert post(fake.url, path, cache_salt=salt).status_code == 200
+    assert len({call.salt for call in fake.engine.calls}) == 3 and {len(call.salt) for call in fake.engine.calls} == {
+        32
+    }
+    reply = post(fake.url, path, cache_salt="s" * 4097)
+    assert reply.status_code == 400 and "cache_salt" in reply.text

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from eventually import PATIENCE, eventually
 
+from minivllm import wanted
 from minivllm.serve import off_loop
 from minivllm.serve.fair_threads import FairThreads
 
@@ -111,3 +116,37 @@ def test_a_longer_body_of_one_key_is_read_beside_anothers_flood_of_them(fake_eng
         assert not any(reply.done() for reply in flood)
         held.may_end.set()
         assert [reply.result().status_code for reply in flood] == [200] * 5
+
+
+NEVER_ENDS = """
+import atexit, threading
+from minivllm.serve import off_loop
+begun = threading.Event()
+off_loop._threads.submit("a", 1, lambda: (begun.set(), threading.Event().wait()))
+begun.wait()
+atexit.register(off_loop.leave, 7)
+"""
+
+
+def test_a_process_ends_though_a_thread_is_at_work():
+    done = subprocess.run([sys.executable, "-c", NEVER_ENDS], timeout=PATIENCE)
+    assert done.returncode == 7
+
+
+def test_work_whose_owner_was_cancelled_is_unwanted_from_then_on():
+    begun, found = threading.Event(), []
+
+    def work():
+        begun.set()
+        eventually(lambda: not wanted.is_wanted())
+        found.append("unwanted")
+
+    async def left():
+        task = asyncio.create_task(off_loop.by_size(off_loop.SHORT + 1, work, "a"))
+        await asyncio.to_thread(begun.wait, PATIENCE)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    asyncio.run(left())
+    eventually(lambda: found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 import pytest
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -39,3 +40,10 @@ def test_an_invocation_may_stream(fake):
 def test_what_is_for_no_endpoint_is_refused(fake, body, says):
     reply = httpx.post(f"{fake.url}/invocations", content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400 and says in reply.json()["error"]["message"]
+
+
+def test_what_has_too_many_parts_is_refused_before_it_is_decoded(fake, monkeypatch):
+    monkeypatch.setattr(msgspec.json, "decode", None)
+    body = b'{"prompt": [' + b",".join([b"[]"] * 200_000) + b"]}"
+    reply = httpx.post(f"{fake.url}/invocations", content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400 and "too many parts" in reply.text

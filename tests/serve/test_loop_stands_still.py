@@ -103,7 +103,7 @@ CLASSIFYING = {
 }
 # As others, by another name.
 SAME = {"/v1/score", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/invocations"}
-NO_BODY = {"/v1/responses/{response_id}/cancel"}
+NO_BODY = {"/v1/responses/{response_id}/cancel", "/ping"}
 
 SERVERS = {"generating": GENERATING, "embedding": EMBEDDING, "classifying": CLASSIFYING, "hearing": HEARING}
 

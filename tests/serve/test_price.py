@@ -6,9 +6,13 @@ import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from msgspec import inspect
+from serve.conftest import FakeEngine
 
 from minivllm.engine.output import CompletionOutput, Logprob, RequestOutput
 from minivllm.request import BeamSearchParams
@@ -35,6 +39,48 @@ def job(prompts=1, length=100, context=8192, score_only=False, **fields):
     engine = SimpleNamespace(max_model_len=context, tokenizer=SimpleNamespace(vocab_size=50_000))
     service = SimpleNamespace(engine=engine, request_limits=RequestLimits())
     return Job(service, "j", [Prompt([1] * length, "")] * prompts, params, body, score_only)
+
+
+def takes_text(kind: Any) -> bool:
+    """Whether a field of this type may hold a text of any length, as far as its type says."""
+    if isinstance(kind, inspect.Metadata):
+        return takes_text(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return any(map(takes_text, kind.types))
+    return isinstance(kind, inspect.StrType | inspect.AnyType) or (
+        isinstance(kind, inspect.ListType) and takes_text(kind.item_type)
+    )
+
+
+TEXTS = [
+    f.encode_name for f in inspect.type_info(CompletionRequest).fields if takes_text(f.type) and f.name != "prompt"
+]
+MANY, THRIFTY = 512, RequestLimits(answer_bytes=2**20)
+SHAPES = [str, lambda text: [text], lambda text: {"type": "object", "description": text}]
+
+
+@pytest.fixture(scope="module")
+def thrifty(serving):
+    with serving(engine := FakeEngine(), request_limits=THRIFTY) as url:
+        yield SimpleNamespace(engine=engine, url=url)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["text", "list", "schema"])
+@pytest.mark.parametrize("field", [*TEXTS, "structured_outputs", "response_format"])
+@pytest.mark.parametrize("length", [300_000, 16_000, 3_000])
+def test_no_text_of_a_request_is_multiplied_by_its_prompts_beyond_the_limit(thrifty, field, shape, length):
+    given = shape("x" * length)
+    if field == "structured_outputs":
+        given = {"regex" if isinstance(given, str) else "choice" if isinstance(given, list) else "json": given}
+    if field == "response_format":
+        given = {"type": "json_schema", "json_schema": {"name": "x" * 64, "schema": given}}
+    thrifty.engine.reset()
+    thrifty.engine.script = ["a"]
+    body = {"prompt": [[120]] * MANY, "max_tokens": 1, field: given}
+    reply = httpx.post(f"{thrifty.url}/v1/completions", json=body, timeout=60)
+    assert reply.status_code < 500
+    carried = sum(len(msgspec.msgpack.encode([call.params, call.salt, call.id])) for call in thrifty.engine.calls)
+    assert carried < THRIFTY.answer_bytes, (field, reply.status_code)
 
 
 def refused(made: Job) -> tuple[str, str]:

@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from minivllm.serve.keys import salted
+
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -130,17 +132,39 @@ def test_fields_that_ask_for_nothing_are_accepted(fake, field):
     assert reply.choices[0].message.content == "abc"
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json", None])
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "application/json", None])
 def test_a_body_that_is_not_json_and_not_called_so_is_told_the_header(fake, kind):
     """JSON is read whatever curl calls it, so that its -d needs no -H; what curl's user needs is said once it fails."""
     headers = {"content-type": kind} if kind else {}
     reply = httpx.post(f"{fake.url}/v1/completions", content=b"prompt=Hello", headers=headers)
     assert reply.status_code == 400 and "not valid JSON" in reply.json()["error"]["message"]
     told = "-H 'content-type: application/json'" in reply.json()["error"]["message"]
-    assert told == (kind in ("text/plain", "application/x-www-form-urlencoded"))
+    assert told == (kind == "application/x-www-form-urlencoded")
 
 
-@pytest.mark.parametrize("extra", [{"content-type": "multipart/form-data"}, {"origin": "http://x.example"}])
+FORM = "application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize("kind", [FORM, f"{FORM}; charset=utf-8", "application/json", "application/x+json", None])
+def test_json_is_read_as_curl_sends_it(fake, kind):
+    headers = {"content-type": kind} if kind else {}
+    reply = httpx.post(f"{fake.url}/api/generate", content=b'{"model": "fake", "prompt": "Hi"}', headers=headers)
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"content-type": "text/plain; charset=utf-8"},
+        {"content-type": "TEXT/PLAIN"},
+        {"content-type": "text/json"},
+        {"content-type": "multipart/form-data"},
+        {"content-type": FORM, "origin": "http://x.example"},
+        {"origin": "http://x.example"},
+        {"content-type": "", "origin": "http://x.example"},
+    ],
+)
 def test_a_body_called_something_else_or_sent_by_a_page_is_a_415_that_names_the_header(fake, extra):
     headers = {"content-type": "text/plain"} | extra
     reply = httpx.post(f"{fake.url}/v1/completions", content=b'{"prompt": "Hello"}', headers=headers)
@@ -296,4 +320,4 @@ def test_health_is_503_once_the_engine_has_died(fake):
 
 def test_priority_and_cache_salt_reach_the_engine(fake):
     httpx.post(f"{fake.url}/v1/completions", json={"prompt": "x", "priority": -3, "cache_salt": "s"})
-    assert (fake.engine.calls[0].priority, fake.engine.calls[0].salt) == (-3, "s")
+    assert (fake.engine.calls[0].priority, fake.engine.calls[0].salt) == (-3, salted("", "s"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
+import random
 import signal
 import sqlite3
 import stat
@@ -16,8 +18,11 @@ import pytest
 from minivllm.errors import UserError
 from minivllm.serve import operate
 from minivllm.serve.command import parser
+from minivllm.serve.response_shelf import behind
 from minivllm.serve.response_store import (
     LONGEST_CONVERSATION,
+    PART,
+    Changed,
     NotKept,
     Record,
     ResponseStore,
@@ -298,3 +303,133 @@ def test_options_that_cannot_be_followed_end_the_start(argv, why, capsys):
     with pytest.raises(SystemExit):
         operate.check_store(given(*argv))
     assert argv[0] in (told := capsys.readouterr().err) and why in told
+
+
+# ------------------------------------------------------------------------------------- parts of what there is
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_holds_most_gives_way_and_who_has_less_than_a_part_loses_nothing(opened, seed):
+    draw, most = random.Random(seed), 4_000
+    store = opened(max_bytes=most)
+    for i in range(120):
+        owner, size = draw.choice("aaaaaabbc"), draw.choice([100, 300, 1_500])
+        before = {other: held(store, other) for other in "abc"}
+        try:
+            store.put(record(f"r{i}", owner=owner, size=size), now=float(i))
+        except TooLarge:
+            assert before[owner] + size > most // 3
+        for other in "abc":
+            if other != owner and before[other] <= most // 3:
+                assert held(store, other) == before[other], "it had no more than its part"
+        assert store.num_bytes == sum(held(store, other) for other in "abc") <= most
+
+
+def held(store, owner):
+    with store._transaction("DEFERRED") as db:
+        (found,) = db.execute("SELECT ifnull(sum(size), 0) FROM responses WHERE owner = ?", (owner,)).fetchone()
+        (counted,) = db.execute("SELECT ifnull(sum(bytes), 0) FROM owners WHERE owner = ?", (owner,)).fetchone()
+        assert found == counted
+        return found
+
+
+def test_a_flood_of_one_owner_takes_no_response_of_another(opened):
+    store = opened(max_bytes=10_000)
+    for i in range(5):
+        store.put(record(f"a{i}", owner="a", size=500), now=float(i))
+    for i in range(200):
+        store.put(record(f"b{i}", owner="b", size=900), now=10.0 + i)
+    assert ids(store, *(f"a{i}" for i in range(5))) == [f"a{i}" for i in range(5)]
+
+
+def test_a_file_from_before_owners_had_parts_is_taken_over(opened, path):
+    store = opened()
+    for i, owner in enumerate("aab"):
+        store.put(record(f"r{i}", owner=owner), now=0.0)
+    store.close()
+    with sqlite3.connect(path) as db:
+        for name in ("put_own", "changed_own", "deleted_own"):
+            db.execute(f"DROP TRIGGER {name}")
+        db.executescript("DROP TABLE owners; DROP INDEX by_owner; PRAGMA user_version = 1;")
+    db.close()
+    again = opened()
+    assert (held(again, "a"), held(again, "b")) == (200, 100)
+    again.delete("r0", "a")
+    assert held(again, "a") == 100
+
+
+@pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 3 * PART + 7])
+def test_a_response_is_read_in_parts(opened, size):
+    store, response = opened(), bytes(size)
+    store.put(Record("r1", "a", b"[]", response, events=response[::-1]), now=0.0)
+    seen = store.seen("r1", "a", 0.0)
+    assert (seen.num_response, seen.num_events) == (size, size)
+    for column in ("response", "events"):
+        parts = [store.part(seen, column, begin) for begin in range(0, size, PART)]
+        assert b"".join(parts) == response and all(len(part) <= PART for part in parts)
+
+
+def test_a_part_of_what_is_another_by_now_is_never_read(opened):
+    store = opened()
+    store.put(record("r1", server=store.server), now=0.0)
+    live = store.seen("r1", "a", 0.0)
+    store.finish("r1", b"{}", None, 0.0)
+    with pytest.raises(Changed):
+        store.part(live, "response", 0)
+    over = store.seen("r1", "a", 0.0)
+    assert store.part(over, "response", 0) == b"{}"
+    store.delete("r1", "a")
+    store.put(Record("r2", "b", b"[]", b"{}"), now=0.0)
+    assert store.seen("r2", "b", 0.0).row == over.row, "its place is used again"
+    with pytest.raises(Changed):
+        store.part(over, "response", 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pages_are_the_items_of_a_conversation_in_either_order(opened, seed):
+    draw, store, items = random.Random(seed), opened(), []
+    for turn in range(draw.randint(1, 5)):
+        asked = [{"id": f"i{turn}-{i}", "text": 'ä"\\ \u2028' * draw.randint(0, 3)} for i in range(draw.randint(0, 4))]
+        told = [{"id": f"o{turn}-{i}"} for i in range(draw.randint(0, 3))]
+        before = f"r{turn - 1}" if turn else None
+        store.put(
+            Record(f"r{turn}", "a", msgspec.json.encode(asked), msgspec.json.encode({"output": told}), before), 0.0
+        )
+        items += asked + told
+        last = len(told)
+    items = items[: len(items) - last]
+    for is_descending in (False, True):
+        wanted = items[::-1] if is_descending else items
+        for limit in (1, 2, 100):
+            found, after, has_more = [], None, True
+            while has_more:
+                page, has_more = store.page(f"r{turn}", "a", after, limit, is_descending, 10**6, 0.0)
+                found += map(msgspec.json.decode, page)
+                after = found[-1]["id"] if found else None
+                assert len(page) <= limit
+            assert found == wanted
+    with pytest.raises(ValueError):
+        store.page(f"r{turn}", "a", "none", 1, False, 10**6, 0.0)
+    with pytest.raises(TooLong):
+        store.page(f"r{turn}", "a", None, 1, False, 1, 0.0)
+    with pytest.raises(NotKept):
+        store.page(f"r{turn}", "b", None, 1, False, 10**6, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_follows_the_first_events_is_found_wherever_their_text_is_cut(seed):
+    draw = random.Random(seed)
+    events = [b"event: x\ndata: %s\n\n" % bytes(draw.choices(b"ab\r", k=draw.randint(0, 9))) for _ in range(12)]
+    text = b"".join(events)
+    cuts = sorted(draw.choices(range(len(text)), k=draw.randint(0, 40)))
+
+    async def parts():
+        for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            yield text[begin:end]
+
+    async def behind_all():
+        for number in range(14):
+            found = [part async for part in behind(parts(), number)]
+            assert b"".join(found) == b"".join(events[number:]) and all(found)
+
+    asyncio.run(behind_all())

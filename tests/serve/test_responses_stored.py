@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+import sqlite3
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 import openai
 import pytest
+from eventually import eventually as wait_for
 from serve.conftest import FakeEngine
 
-from minivllm.serve.response_store import ResponseStore
+from minivllm.serve.rate_limit import RateLimit
+from minivllm.serve.response_store import Record, ResponseStore
 
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
 CALL = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
@@ -489,3 +497,103 @@ def test_an_item_that_is_not_there_is_named(kept, serving, fake_engine):
         assert caught.value.param == "input[1]" and wrong in caught.value.message
     with serving(fake_engine) as url, pytest.raises(openai.BadRequestError, match="Send the item itself"):
         served(fake_engine, url).ask(input=[reference(message)])
+
+
+# --------------------------------------------------------------------------------------------------- in fair shares
+
+
+@pytest.mark.parametrize("metadata", [{"k" * 65: "v"}, {"k": "v" * 513}, {f"k{i}": "v" for i in range(17)}])
+def test_metadata_are_sixteen_short_pairs(kept, metadata):
+    reply = httpx.post(f"{kept.url}/v1/responses", json={"input": "x", "metadata": metadata})
+    assert reply.status_code == 400 and "metadata" in reply.json()["error"]["param"]
+    most = {f"{i:064}": "v" * 512 for i in range(16)}
+    assert kept.ask(metadata=most).metadata == most
+
+
+def test_answers_that_are_not_read_take_no_memory_for_what_is_kept(kept, monkeypatch):
+    """Each connection has read so far as its buffers hold."""
+    read, real = [], ResponseStore.part
+
+    def part(self, seen, column, begin):
+        read.append(begin)
+        return real(self, seen, column, begin)
+
+    monkeypatch.setattr(ResponseStore, "part", part)
+    answer, store = {"id": "resp_long", "output": [], "instructions": "x" * 12_000_000}, ResponseStore(kept.path, 0.0)
+    store.put(Record("resp_long", "", b"[]", msgspec.json.encode(answer)), time.time())
+    store.close()
+    assert httpx.get(f"{kept.url}/v1/responses/resp_long").json() == answer
+    parts_of_whole, place = len(read), urlsplit(kept.url)
+    assert parts_of_whole > 30
+    read.clear()
+    clients = []
+    for _ in range(10):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((place.hostname, place.port))
+        client.sendall(b"GET /v1/responses/resp_long HTTP/1.1\r\nhost: x\r\n\r\n")
+        clients.append(client)
+    wait_for(lambda: len(read) >= 10)
+    assert httpx.get(f"{kept.url}/v1/responses/{kept.ask().id}").status_code == 200
+    assert len(read) < 10 * parts_of_whole / 4
+    for client in clients:
+        client.close()
+
+
+def test_a_flood_of_one_keys_reading_keeps_no_other_waiting(serving, fake_engine, path, monkeypatch):
+    gate, begun, real = threading.Event(), threading.Event(), ResponseStore.page
+
+    def page(self, *args):
+        begun.set()
+        assert gate.wait(60)
+        return real(self, *args)
+
+    monkeypatch.setattr(ResponseStore, "page", page)
+    with serving(fake_engine, response_store=ResponseStore(path, 0.0), api_keys=["a", "b"]) as url:
+
+        def asked(key, method="GET", what="", **body):
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.request(method, f"{url}/v1/responses{what}", headers=headers, timeout=60, **body)
+
+        one = asked("a", "POST", json={"input": "x"}).json()["id"]
+        with ThreadPoolExecutor(20) as pool:
+            flood = [pool.submit(asked, "a", what=f"/{one}/input_items") for _ in range(20)]
+            assert begun.wait(60)
+            other = asked("b", "POST", json={"input": "x"})
+            assert other.status_code == 200 and asked("b", what=f"/{other.json()['id']}").status_code == 200
+            assert not any(each.done() for each in flood)
+            gate.set()
+            assert {each.result().status_code for each in flood} == {200}
+
+
+def test_reading_what_is_kept_counts_among_a_clients_requests(serving, fake_engine, path):
+    limit = RateLimit(1e-3, 2)
+    with serving(fake_engine, response_store=ResponseStore(path, 0.0), rate_limit=limit) as url:
+        id = httpx.post(f"{url}/v1/responses", json={"input": "x"}).json()["id"]
+        assert httpx.get(f"{url}/v1/responses/{id}").headers["x-ratelimit-remaining-requests"] == "0"
+        assert httpx.get(f"{url}/v1/responses/{id}/input_items").status_code == 429
+        assert httpx.get(f"{url}/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(("code", "status"), [(sqlite3.SQLITE_FULL, 507), (sqlite3.SQLITE_IOERR, 503)])
+def test_a_disk_that_is_full_is_told_as_that(kept, monkeypatch, code, status):
+    one = kept.ask()
+
+    def full(*_):
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(ResponseStore, "put", full)
+    monkeypatch.setattr(ResponseStore, "delete", full)
+    url = f"{kept.url}/v1/responses"
+    for reply in (httpx.post(url, json={"input": "x", "background": True}), httpx.delete(f"{url}/{one.id}")):
+        assert reply.status_code == status and reply.json()["error"]["code"] == "store_failed"
+    assert httpx.get(f"{url}/{one.id}").status_code == 200
+
+
+def test_what_is_kept_survives_a_clock_that_jumps(kept, monkeypatch):
+    one, real = kept.ask(), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 60 * 86_400)
+    two = kept.ask()
+    assert {httpx.get(f"{kept.url}/v1/responses/{each.id}").status_code for each in (one, two)} == {200}

@@ -75,9 +75,9 @@ def test_what_a_dead_server_held_is_forgotten_and_no_others(servers):
     one.tokens.put("both", Bucket(-3.0, 5.0))
     parent.forget_server(0)
     for view in (one, two, parent):
-        assert [getattr(view, thing).of("both") for thing in THINGS] == [2, 3, 4]
-        assert [getattr(view, thing).total() for thing in THINGS] == [2, 3, 4]
-        assert [getattr(view, thing).num_clients() for thing in THINGS] == [1, 1, 1]
+        assert [getattr(view, thing).of("both") for thing in THINGS] == [2, 3, 4, 5]
+        assert [getattr(view, thing).total() for thing in THINGS] == [2, 3, 4, 5]
+        assert [getattr(view, thing).num_clients() for thing in THINGS] == [1, 1, 1, 1]
         assert view.sequences.of("its own") == 0
         assert view.tokens.get("both") == Bucket(-3.0, 5.0), "what was used stays used"
 

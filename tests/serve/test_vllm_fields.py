@@ -189,10 +189,10 @@ def test_a_root_path_is_a_path(capsys, prefix):
 
 
 def test_ping_and_load(fake):
-    assert httpx.get(f"{fake.url}/ping").json() == {"status": "ok"}
+    assert httpx.get(f"{fake.url}/ping").json() == httpx.post(f"{fake.url}/ping").json() == {"status": "ok"}
     assert httpx.get(f"{fake.url}/load").json() == {"server_load": 0}
     fake.engine.is_running = False
-    assert httpx.get(f"{fake.url}/ping").status_code == 503
+    assert httpx.get(f"{fake.url}/ping").status_code == httpx.post(f"{fake.url}/ping").status_code == 503
 
 
 @pytest.fixture(scope="module")
@@ -402,3 +402,13 @@ def test_a_field_called_as_pythons_keyword_is_refused_by_its_name(fake):
     tool = {"type": "function", "name": "f", "parameters": {}, "async": True}
     reply = httpx.post(f"{fake.url}/v1/responses", json={"input": "x", "tools": [tool]})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools[0].async"
+
+
+def test_a_chosen_id_is_its_clients_own(fake_engine, serving):
+    with serving(fake_engine, api_keys=["a", "b"]) as url:
+        for key in "aba":
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"prompt": "x", "request_id": "mine"}
+            assert httpx.post(f"{url}/v1/completions", json=body, headers=headers).json()["id"] == "cmpl-mine"
+    first, other, again = (call.id for call in fake_engine.calls)
+    assert first == again != other
