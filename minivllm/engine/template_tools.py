@@ -26,7 +26,6 @@ from jinja2.runtime import BlockReference, LoopContext, Macro
 from jinja2.sandbox import safe_range
 from jinja2.tests import TESTS
 from jinja2.utils import Cycler, Joiner, Namespace
-from markupsafe import escape
 
 from minivllm.engine import template_shapes as shapes
 from minivllm.engine.template_budget import ITEM, Budget
@@ -327,10 +326,10 @@ class Safe(str):
     __slots__ = ()
 
     def __add__(self, other: Any) -> Safe:
-        return Safe(str(self) + (str(other) if isinstance(other, Safe) else str(escape(other))))
+        return Safe(str(self) + (str(other) if isinstance(other, Safe) else str(FILTERS["escape"](other))))
 
     def __radd__(self, other: Any) -> Safe:
-        return Safe(str(escape(other)) + str(self))
+        return Safe(str(FILTERS["escape"](other)) + str(self))
 
 
 @pass_context

@@ -33,10 +33,10 @@ def convert(source: Path, folder: Path) -> None:
     config = hf_config(file)
     places = index(file, config)
     write_tokenizer(file, folder)
-    _write_json(folder / UNKNOWN, unknown_keys(file))
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation_config(file))
     write_index(folder, places)
+    _write_json(folder / UNKNOWN, unknown_keys(file))
 
 
 def unknown_keys(file: GGUFFile) -> list[str]:
