@@ -118,11 +118,16 @@ def test_bytes_that_are_no_good_request(server, data):
     assert answer.status in REFUSED | {CLOSED, 505}  # a version of HTTP that is not spoken
 
 
-@pytest.mark.parametrize("kind", ["", "application/json", "application/json; charset=utf-8", "text/plain",
+@pytest.mark.parametrize("kind", ["", "application/json", "application/json; charset=utf-8",
                                   "application/x-www-form-urlencoded", "application/vnd.api+json"])  # fmt: skip
 def test_what_tools_call_json_is_read(server, kind):
     header = f"content-type: {kind}\r\n".encode() if kind else b""
     assert exchange(server.port, POST + header + b"content-length: 32\r\n\r\n" + GOOD).status == 200
+
+
+def test_a_page_may_send_text_without_being_asked_so_it_is_no_json(server):
+    header = b"content-type: text/plain\r\ncontent-length: 32\r\n\r\n"
+    assert exchange(server.port, POST + header + GOOD).status == 415
 
 
 def test_a_bad_request_behind_a_good_one_is_answered_in_its_turn(server):
