@@ -2,49 +2,136 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import shlex
+import multiprocessing
+import signal
+import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from minivllm import child
 from minivllm.config import EngineConfig, parse_set
 from minivllm.errors import ConfigError, EngineDead
-from minivllm.terminal import Parser, fail, print_table
+from minivllm.machine import num_cores
+from minivllm.terminal import Parser
 
 if TYPE_CHECKING:
-    from minivllm.simulate.capacity import Answer, Choice, Devices, Prefill, Setup
+    from minivllm.engine.build.capacity import Question
+    from minivllm.simulate.capacity import Answer, Devices, Prefill, Setup
+    from minivllm.simulate.steady import Arithmetic
     from minivllm.simulate.workload import TraceRequest
 
 LEAST_REQUESTS, MOST_REQUESTS = 200, 20_000  # of a trial
 EXAMPLE = "llama-3.3-70b --gpu h100 h200 --price h100=2.5 h200=3.5 --objective ttft_p99=1s tpot_p50=40ms"
-COLUMNS = ("set-up", "requests/s", "tokens/s", "TTFT p50, p99", "TPOT p50, p99", "cost of 1M tokens", "band")
 
 
 def main(argv: Sequence[str], prog: str = "python -m minivllm plan") -> int:
     args = _parse(argv, prog)
+    from minivllm.cli import plan_tables
+    from minivllm.engine.build.capacity import Question
     from minivllm.simulate.capacity import rank, read_objective
 
-    objectives = [read_objective(text) for text in args.objective]
     prices = _prices(args.price, [*args.gpu, *args.prefill_gpu])
     config = EngineConfig.build(args.preset, {"model.path": args.model, **parse_set(args.set)})
-    answers, refused = [], []
-    for setup in _shown(list(_setups(config, args))):
-        try:
-            answers.append(_explore(config, setup, _workload(args), objectives, setup.price(prices)))
-        except (ConfigError, EngineDead) as error:
-            refused.append((setup.name, str(error)))
+    objectives = [read_objective(text) for text in args.objective]
+    question = Question(config, Workload(args.workload, args.seconds, args.seed, LEAST_REQUESTS), objectives, args.rate)
+    refused: dict[str, str] = {}
+    known = list(_reckoned(question, list(_setups(config, args)), refused))
+    plan_tables.tell_arithmetic(known, refused)
+    answers = []
+    for setup, found in _explored(question, [(setup, setup.price(prices)) for setup, _ in known], args.jobs):
+        if isinstance(found, str):
+            refused[setup.name] = found
+            print(f"{setup.name}: {found}", flush=True)
+        else:
+            answers.append(found)
+            plan_tables.tell_found(found, args.rate)
     answers = rank(answers)
-    _tell(args, answers, refused)
+    plan_tables.tell_ranked(args, answers)
     if args.json is not None:
-        args.json.write_text(json.dumps(_plain(args, answers, refused), indent=1) + "\n")
+        args.json.write_text(json.dumps(plan_tables.plain(args, known, answers, refused), indent=1) + "\n")
     if args.plot is not None:
-        _draw(args.plot, answers, _unit(args))
+        plan_tables.draw(args.plot, answers, plan_tables.unit(args))
     return 0 if answers and answers[0].best is not None else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a trial asks of a set-up."""
+
+    source: str  # as load_trace has it
+    seconds: float | None  # of arrivals; None: as a trial would have it
+    seed: int
+    least: int  # requests
+
+    def __call__(self, rate: float, seconds: float) -> Iterable[TraceRequest]:
+        from minivllm.simulate.traces import load_trace
+
+        seconds = seconds if self.seconds is None else self.seconds
+        count = min(MOST_REQUESTS, max(self.least, round(rate * seconds)))
+        return load_trace(self.source, rate=rate, num_requests=count, seed=self.seed)
+
+
+def _reckoned(
+    question: Question, setups: Iterable[Setup], refused: dict[str, str]
+) -> Iterator[tuple[Setup, Arithmetic]]:
+    """What arithmetic says of each. refused: gets those that cannot be, by name, and why."""
+    from minivllm.engine.build.capacity import reckon
+
+    for setup in setups:
+        try:
+            yield setup, reckon(question, setup)
+        except (ConfigError, EngineDead) as error:
+            refused[setup.name] = str(error)
+
+
+def _explored(
+    question: Question, priced: Sequence[tuple[Setup, float]], jobs: int
+) -> Iterator[tuple[Setup, Answer | str]]:
+    """Each set-up with what it reaches, or why it cannot be, as they are found by so many processes."""
+    if (jobs := min(jobs, len(priced))) <= 1:
+        yield from ((setup, _explore(question, setup, price)) for setup, price in priced)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, child.ignore_interrupts) as pool:
+        try:
+            with _interrupts_blocked():  # in the processes, too, until they ignore them
+                asked = {pool.submit(_explore, question, *each): each[0] for each in priced}
+            yield from ((asked[found], found.result()) for found in as_completed(asked))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, child.INTERRUPT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _explore(question: Question, setup: Setup, price: float) -> Answer | str:
+    from minivllm.engine.build.capacity import explore
+
+    try:
+        return explore(question, setup, price, _note)
+    except (ConfigError, EngineDead) as error:
+        return str(error)
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _parse(argv: Sequence[str], prog: str) -> Namespace:
@@ -68,11 +155,12 @@ def _parse(argv: Sequence[str], prog: str) -> Namespace:
     add("--objective", nargs="+", default=[], metavar="ttft_p99=1s", help="the most of ttft, tpot, itl or latency")
     add("--price", nargs="+", default=[], metavar="NAME=P", help="of a device's hour; without: 1 for each kind")
     add("--workload", default="sharegpt", metavar="TRACE", help="a trace's file, or the name of a draw (sharegpt)")
-    add("--rate", type=_above_0, metavar="R", help="requests a second to be served: says how many replicas they take")
-    add("--seconds", type=_above_0, default=20.0, help="of arrivals in a trial (20), with 200 to 20,000 requests")
+    add("--rate", type=_above_0, metavar="R", help="requests a second: with how many replicas, and at what cost")
+    add("--seconds", type=_above_0, help="of arrivals in a trial (as long as ten requests take, and at least 20)")
     add("--seed", type=int, default=0, help="of the workload (0)")
     add("--preset", default="v1", metavar="NAME", help="of the engine's options (v1)")
     add("--set", action="append", default=[], metavar="a.b=c", help="set one option; may be repeated")
+    add("--jobs", type=_number, default=num_cores(), metavar="N", help="processes that simulate (cores)")
     add("--json", type=Path, metavar="FILE", help="write all that was found")
     add("--plot", type=Path, metavar="FILE", help="draw it, as PNG or SVG (needs matplotlib: the extra plots)")
     return parser.parse_args(argv)
@@ -175,188 +263,3 @@ def _prefills(args: Namespace, decode: Devices) -> Iterator[Prefill]:
     numbers = args.prefill_replicas, args.decode_replicas
     for devices, num_prefill, num_decode in product(_devices(kinds, counts), *numbers):
         yield Prefill(devices, num_prefill, num_decode, args.kv_wire or DEFAULT_WIRE)
-
-
-def _workload(args: Namespace) -> Callable[[float], Iterable[TraceRequest]]:
-    from minivllm.simulate.traces import load_trace
-
-    def requests(rate: float) -> Iterable[TraceRequest]:
-        count = min(MOST_REQUESTS, max(LEAST_REQUESTS, round(rate * args.seconds)))
-        return load_trace(args.workload, rate=rate, num_requests=count, seed=args.seed)
-
-    return requests
-
-
-def _explore(config, setup, requests, objectives, price) -> Answer:
-    from minivllm.engine.build.capacity import explore
-
-    return explore(config, setup, requests, objectives, price)
-
-
-def _shown(setups: Sequence[Setup]) -> Iterable[Setup]:
-    from tqdm import tqdm
-
-    return tqdm(setups, unit=" set-ups", disable=None)
-
-
-# ------------------------------------------------------------------------------------------------------------- output
-
-
-def _unit(args: Namespace) -> str:
-    return "" if args.price else " device-hours"
-
-
-def _tell(args: Namespace, answers: Sequence[Answer], refused: Sequence[tuple[str, str]]) -> None:
-    print_table("what each set-up serves", COLUMNS, [_row(answer, _unit(args)) for answer in answers])
-    for name, why in refused:
-        print(f"{name}: {why}")
-    if not answers or (first := answers[0]).best is None:
-        print("No set-up meets the objectives at any rate.")
-        return
-    replicas = _replicas(args, first)
-    for_rate = "" if args.rate is None else f" for {args.rate:g} requests/s: {replicas} times,"
-    print(f"\nCheapest{for_rate} {first.setup.name}. {_how(first.setup)}")
-    print(f"  {command(args, first, replicas)}")
-    for answer in _others(answers):
-        print(f"Cheapest {_kind(answer.setup)}: {answer.setup.name}. {_how(answer.setup)}")
-        print(f"  {command(args, answer, _replicas(args, answer))}")
-
-
-def _replicas(args: Namespace, answer: Answer) -> int:
-    assert answer.best is not None
-    return 1 if args.rate is None else math.ceil(args.rate / answer.best.rate)
-
-
-def _others(answers: Sequence[Answer]) -> list[Answer]:
-    """The cheapest that serves, of each kind of set-up but the first's. answers: cheapest first."""
-    by_kind: dict[str, Answer] = {}
-    for answer in answers:
-        if answer.best is not None:
-            by_kind.setdefault(_kind(answer.setup), answer)
-    return list(by_kind.values())[1:]
-
-
-def _kind(setup: Setup) -> str:
-    if setup.prefill is not None:
-        return "with prompts elsewhere"
-    return "pipeline" if setup.devices.num_stages > 1 else "of replicas that do all"
-
-
-def _is_served(setup: Setup) -> bool:
-    """Whether `serve` has devices like these."""
-    return setup.prefill is None and setup.devices.num_stages == 1
-
-
-def _how(setup: Setup) -> str:
-    if _is_served(setup):
-        return "To try it at its speed, without the device:"
-    return "On a virtual clock, since `serve` has neither stages nor prefill replicas:"
-
-
-def _row(answer: Answer, unit: str) -> list[str]:
-    if answer.best is None:
-        return [answer.setup.name, "none holds", *[""] * (len(COLUMNS) - 2)]
-    got, (low, high) = answer.best.summary, answer.cost_band
-    return [
-        answer.setup.name,
-        f"{answer.best.rate:.3g} ({answer.band[0]:.3g} to {answer.band[1]:.3g})",
-        f"{answer.best.tokens_per_s:,.0f}",
-        f"{got['ttft']['p50']:.3g}, {got['ttft']['p99']:.3g} s",
-        f"{1e3 * got['tpot'].get('p50', 0):.3g}, {1e3 * got['tpot'].get('p99', 0):.3g} ms",
-        f"{answer.cost():.3g}{unit}",
-        f"{low:.3g} to {high:.3g}",
-    ]
-
-
-def command(args: Namespace, answer: Answer, replicas: int) -> str:
-    """What serves so, or simulates it at the rate that so many serve."""
-    setup = answer.setup
-    options = {**parse_set(args.set), **setup.options}
-    preset = [] if args.preset == "v1" else ["--preset", args.preset]
-    sets = [part for field, value in options.items() for part in ("--set", f"{field}={value}")]
-    if _is_served(setup):
-        words = ["serve", args.model, "--executor", "simulated", "--gpu", setup.devices.name]
-        words += ["--replicas", str(replicas)] if replicas > 1 else []
-    else:
-        assert answer.best is not None
-        rate = replicas * answer.best.rate if args.rate is None else args.rate
-        words = ["simulate", args.model, "--gpu", setup.devices.name, *_several(setup, replicas)]
-        words += ["--trace", args.workload, "--rate", f"{rate:.4g}", "--seed", str(args.seed)]
-    return f"python -m minivllm {shlex.join([*words, *preset, *sets])}"
-
-
-def _several(setup: Setup, replicas: int) -> list[str]:
-    if (of := setup.prefill) is None:
-        return ["--replicas", str(replicas)] if replicas > 1 else []
-    counts = {"--prefill-replicas": replicas * of.num_replicas, "--decode-replicas": replicas * of.num_decode}
-    words = [word for option, count in counts.items() for word in (option, str(count))]
-    other = [] if of.devices == setup.devices else ["--prefill-set", f"executor.device={of.devices.name}"]
-    return [*words, *other, "--kv-wire", of.wire]
-
-
-def _plain(args: Namespace, answers: Sequence[Answer], refused: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """For JSON, which has no infinity: of what holds nothing, the cost is null."""
-    from minivllm.simulate.capacity import choices, front
-
-    return {
-        "schema": "minivllm.plan/1",
-        "model": args.model,
-        "workload": {"trace": args.workload, "seconds": args.seconds, "seed": args.seed},
-        "objectives": args.objective,
-        "set_ups": [
-            {
-                "name": answer.setup.name,
-                **_devices_plain(answer.setup.devices),
-                "options": dict(answer.setup.options),
-                "prefill": _prefill_plain(answer.setup.prefill),
-                "rate": None if answer.best is None else answer.best.rate,
-                "rate_band": answer.band,
-                "cost_of_1m_tokens": None if answer.best is None else answer.cost(),
-                "command": None if answer.best is None else command(args, answer, _replicas(args, answer)),
-                "trials": [asdict(point) for point in answer.points],
-            }
-            for answer in answers
-        ],
-        "front": [asdict(choice) for choice in front(choices(answers))],
-        "refused": dict(refused),
-    }
-
-
-def _devices_plain(devices: Devices) -> dict[str, Any]:
-    return {"device": devices.kind, "count": devices.count, "num_stages": devices.num_stages}
-
-
-def _prefill_plain(prefill: Prefill | None) -> dict[str, Any] | None:
-    if prefill is None:
-        return None
-    numbers = {"num_replicas": prefill.num_replicas, "num_decode": prefill.num_decode, "kv_wire": prefill.wire}
-    return _devices_plain(prefill.devices) | numbers
-
-
-def _draw(path: Path, answers: Sequence[Answer], unit: str) -> None:
-    """What a user gets, and what it costs, at each rate that was tried; and the front."""
-    from minivllm.simulate.capacity import choices, front
-
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        fail("--plot needs matplotlib: pip install 'minivllm[plots]'")
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for answer in answers:
-        found: list[Choice] = choices([answer])
-        line = axes.plot(*_xy(found), marker="o", markersize=3, linewidth=1, label=answer.setup.name)[0]
-        if answer.best is not None and (at := [c for c in found if c.rate == answer.best.rate]):
-            low, high = answer.cost_band
-            below, above = at[0].cost - min(low, at[0].cost), max(high, at[0].cost) - at[0].cost
-            if math.isfinite(above):
-                axes.errorbar(*_xy(at), yerr=[[below], [above]], color=line.get_color(), capsize=3)
-    axes.plot(*_xy(front(choices(answers))), color="black", linewidth=3, alpha=0.25, label="nobody is better")
-    axes.set(xlabel="tokens a second of one user (1 / median TPOT)", ylabel=f"cost of 1M tokens{unit}", yscale="log")
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-
-
-def _xy(found: Sequence[Choice]) -> tuple[list[float], list[float]]:
-    return [choice.tokens_per_s_of_a_user for choice in found], [choice.cost for choice in found]

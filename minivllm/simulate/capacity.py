@@ -1,10 +1,11 @@
 """Capacity: how many requests a second a set-up serves within its objectives, what a token then costs, who is better.
 
-A rate is tried by simulating it (a Trial), doubled while the objectives hold and then halved in between, on the same
-requests, closer together. What a rate gives is that of a system in balance or it does not hold: a queue that grows
-throughout fails any objective, however short the run.
+A load is tried by simulating it (a Trial), from a guess on in growing strides, and then halved in between, on the same
+requests, closer together. Loads are rates (Rates), or shares of a rate that replicas divide among themselves (Shares).
+What a load gives is that of a system in balance or it does not hold: a queue that grows throughout fails any objective,
+however short the run.
 
-The fit of a device's cost is off by a known share (devices.py). So each rate is found for a device, too, that is slower
+The fit of a device's cost is off by a known share (devices.py). So each load is found for a device, too, that is slower
 by that share, and for one that is faster. A device that takes f times as long for each step does at R / f requests a
 second what the other does at R, f times as slowly: so these are the same trials, with other objectives (find_band).
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from minivllm.errors import ConfigError
 from minivllm.registry import did_you_mean
@@ -24,8 +25,8 @@ METRICS = ("ttft", "tpot", "itl", "latency")
 PLACES = ("mean", "p50", "p90", "p99")
 ALONE = 64.0  # a rate that is so many times lower than the first tried leaves a request alone; if it fails, all do
 MOST_RATE = 2.0**20  # requests a second
-STEP = 2.0  # between the rates that are tried first
 TOLERANCE = 1.04  # between a rate that holds and one that does not
+WIDE = 18  # a stride of so many TOLERANCEs is a factor of 2
 
 Summary = Mapping[str, Any]  # of Figures.summary()
 Trial = Callable[[float], Summary]  # requests a second -> what they get
@@ -67,9 +68,9 @@ class Point:
     summary: Summary
 
     @property
-    def tokens_per_s(self) -> float:
-        """Of output, in balance: the run's own figure has its beginning and its end in it."""
-        return self.rate * self.summary["output_tokens_per_s"] / self.summary["requests_per_s"]
+    def median_tpot(self) -> float:
+        """0: no request has a second token."""
+        return self.summary.get("tpot", {}).get("p50", 0.0)
 
 
 def holds(summary: Summary, objectives: Iterable[Objective]) -> bool:
@@ -78,37 +79,107 @@ def holds(summary: Summary, objectives: Iterable[Objective]) -> bool:
     return all(objective.is_met(summary) for objective in objectives)
 
 
-def find_rate(trial: Trial, objectives: Sequence[Objective], start: float, step: float = STEP) -> list[Point]:
-    """All that were tried, in order of their rates. The highest that holds is within TOLERANCE of one that does not;
-    none does if start / ALONE does not. A rate that never fails (nothing is limited) is MOST_RATE at most."""
-    points: dict[float, Point] = {}
-    least = start / ALONE
+class Loads(Protocol):
+    """That may be tried, by number, the heaviest first."""
 
-    def try_at(rate: float) -> bool:
+    least: int
+    most: int
+
+    def rate(self, number: int) -> float:
+        """Requests a second."""
+        ...
+
+    def number(self, rate: float) -> int: ...
+    def over(self, factor: float) -> Loads:
+        """What to try in the place of a device that takes so many times as long: its rates times the factor."""
+        ...
+
+
+class Rates:
+    """TOLERANCE apart, from MOST_RATE down to one that leaves a request alone if the first does not."""
+
+    def __init__(self, first: float):
+        """first: number 0."""
+        self.first = first
+        self.least = -math.floor(math.log(MOST_RATE / first, TOLERANCE))
+        self.most = math.ceil(math.log(ALONE, TOLERANCE))
+
+    def rate(self, number: int) -> float:
+        return self.first * TOLERANCE**-number
+
+    def number(self, rate: float) -> int:
+        return round(math.log(self.first / rate, TOLERANCE))
+
+    def over(self, factor: float) -> Rates:
+        return self  # fine enough for any device
+
+
+class Shares:
+    """Of a rate, of which as many replicas as the number get the same each; at most `most`."""
+
+    least = 1
+
+    def __init__(self, total: float, most: int):
+        self.total = total
+        self.most = most
+
+    def rate(self, number: int) -> float:
+        return self.total / number
+
+    def number(self, rate: float) -> int:
+        return round(self.total / rate)
+
+    def over(self, factor: float) -> Shares:
+        return Shares(self.total * factor, self.most)
+
+
+def find(trial: Trial, objectives: Sequence[Objective], loads: Loads, begin: int, stride: int) -> list[Point]:
+    """All that were tried, in order of their rates, from load number `begin` on: of the heaviest that holds the next
+    heavier does not, unless there is none. None holds if the lightest does not. stride: the first one."""
+    points: dict[float, Point] = {}
+
+    def try_at(number: int) -> bool:
+        rate = loads.rate(number)
         summary = trial(rate)
         points[rate] = Point(rate, holds(summary, objectives), summary)
         return points[rate].holds
 
-    if try_at(start):
-        low = start
-        while (high := step * low) <= MOST_RATE and try_at(high):
-            low = high
-    else:
-        high = start
-        while (low := high / step) >= least and not try_at(low):
-            high = low
-    if least <= low < high <= MOST_RATE:
-        while high / low > TOLERANCE:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if try_at(middle) else (low, middle)
+    first_that(try_at, loads.least, loads.most, begin, stride)
     return [points[rate] for rate in sorted(points)]
 
 
-def find_band(trial: Trial, objectives: Sequence[Objective], best: Point, error: float) -> tuple[float, float]:
+def first_that(holds: Callable[[int], bool], least: int, most: int, begin: int, stride: int) -> int | None:
+    """The first number of [least, most] that holds, where all behind it do; None: not even the last. Asked from `begin`
+    on, in strides that double until one holds and one does not."""
+    low, high, at = least - 1, most + 1, min(max(begin, least), most)
+    while high - low > 1:
+        if holds(at):
+            high = at
+        else:
+            low = at
+        if least <= low and high <= most:
+            at = (low + high) // 2
+            continue
+        at = max(high - stride, least) if high <= most else min(low + stride, most)
+        stride *= 2
+    return high if high <= most else None
+
+
+def find_rate(trial: Trial, objectives: Sequence[Objective], start: float, stride: int = WIDE) -> list[Point]:
+    """Of rates, with `start` as the first."""
+    return find(trial, objectives, Rates(start), 0, stride)
+
+
+def find_band(
+    trial: Trial, objectives: Sequence[Objective], loads: Loads, best: Point, error: float
+) -> tuple[float, float]:
     """The highest rates on a device that takes 1 + error times as long, and on one that is as much faster. 0: none."""
-    rates = []
+    rates, begin = [], loads.number(best.rate)
     for factor in (1 + error, 1 / (1 + error)):
-        found = find_rate(trial, [each.over(factor) for each in objectives], best.rate, 1 + error)
+        if factor < 1 and begin == loads.least:  # it holds there, too, and there is no more to try
+            rates.append(best.rate)
+            continue
+        found = find(trial, [each.over(factor) for each in objectives], loads.over(factor), begin, 1)
         rates.append(point.rate / factor if (point := highest(found)) else 0.0)
     return rates[0], rates[1]
 
@@ -196,15 +267,17 @@ class Answer:
 
     setup: Setup
     price: float  # an hour of all its devices, in whatever unit the user counts
+    output: float  # tokens of a request, in the mean
     points: Sequence[Point]  # of the rates tried
     best: Point | None  # None: no rate holds
     band: tuple[float, float] = (0.0, 0.0)  # the highest rate on a slower device and on a faster one
+    why: str = ""  # no rate holds
 
     def cost(self, rate: float | None = None) -> float:
         """Of a million tokens of output, at the highest rate or at another one's time; inf if no rate holds."""
         if self.best is None or not (rate := self.best.rate if rate is None else rate):
             return math.inf
-        return 1e6 * self.price / 3600 / (self.best.tokens_per_s * rate / self.best.rate)
+        return 1e6 * self.price / 3600 / (rate * self.output)
 
     @property
     def cost_band(self) -> tuple[float, float]:
@@ -212,8 +285,8 @@ class Answer:
 
 
 def rank(answers: Iterable[Answer]) -> list[Answer]:
-    """Cheapest first; those of which no rate holds last."""
-    return sorted(answers, key=lambda answer: answer.cost())
+    """Cheapest first, of two that cost the same the one whose tokens come faster; those of which no rate holds last."""
+    return sorted(answers, key=lambda answer: (answer.cost(), answer.best.median_tpot if answer.best else math.inf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +306,13 @@ def choices(answers: Iterable[Answer]) -> list[Choice]:
         Choice(
             answer.setup.name,
             point.rate,
-            1 / point.summary["tpot"]["p50"],
-            point.tokens_per_s / answer.setup.num_devices,
-            1e6 * answer.price / 3600 / point.tokens_per_s,
+            1 / point.median_tpot,
+            point.rate * answer.output / answer.setup.num_devices,
+            1e6 * answer.price / 3600 / (point.rate * answer.output),
         )
         for answer in answers
         for point in answer.points
-        if not point.summary["queue_grew"] and point.summary.get("tpot", {}).get("p50")
+        if not point.summary["queue_grew"] and point.median_tpot
     ]
 
 

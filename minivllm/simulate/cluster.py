@@ -76,17 +76,19 @@ class Cluster:
         self._link = link_seconds
         self._events = Events()
         self._num_arrived = 0
+        self._gives_up = False
 
-    def run(self, requests: Iterable[TraceRequest]) -> Figures:
-        """requests: in the order of their arrival; taken one by one, when the last one has arrived."""
-        arrivals = iter(requests)
+    def run(self, requests: Iterable[TraceRequest], gives_up: bool = False) -> Figures:
+        """requests: in the order of their arrival; taken one by one, when the last one has arrived. gives_up: at the
+        last arrival, if the queue has grown until then."""
+        arrivals, self._gives_up = iter(requests), gives_up
         self._expect(arrivals)
         self._events.run()
-        sides = {name: [replica.core for replica in replicas] for name, replicas in self._sides().items()}
+        sides = {name: [replica.core for replica in replicas] for name, replicas in self.sides().items()}
         self.figures.end(sides, self._prefix_cores())
         return self.figures
 
-    def _sides(self) -> Mapping[str, Sequence[Replica]]:
+    def sides(self) -> Mapping[str, Sequence[Replica]]:
         """Replicas by what they do, where they do not all do the same."""
         return {"": self.replicas}
 
@@ -96,6 +98,9 @@ class Cluster:
 
     def _expect(self, arrivals: Iterator[TraceRequest]) -> None:
         if (asked := next(arrivals, None)) is None:
+            if self._gives_up and self.figures.queue_grew:
+                self.figures.gave_up = True
+                self._events.clear()
             return
         if asked.arrival < self._events.now:
             number, moment = self._num_arrived, f"{asked.arrival:g} s"

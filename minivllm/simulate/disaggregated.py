@@ -93,9 +93,9 @@ class Disaggregated(Cluster):
         self._free_at = [0.0] * (max(hall.wire_of) + 1)  # each wire
         self._transfers = Transfers()
 
-    def run(self, requests: Iterable[TraceRequest]) -> Figures:
-        figures = super().run(requests)
-        if figures.num_live:
+    def run(self, requests: Iterable[TraceRequest], gives_up: bool = False) -> Figures:
+        figures = super().run(requests, gives_up)
+        if figures.num_live and not figures.gave_up:
             raise EngineDead(f"{figures.num_live} requests were never served: neither side has room for the other's")
         figures.also["kv_transfers"] = self._transfers.summary(self._hall.bytes_per_token) | {
             "given_up": sum(kv.num_given_up for kv in self._hall.receiving)
@@ -106,7 +106,7 @@ class Disaggregated(Cluster):
     def _decoding(self) -> Sequence[Replica]:
         return self.replicas[self._num_prefill :]
 
-    def _sides(self) -> dict[str, Sequence[Replica]]:
+    def sides(self) -> dict[str, Sequence[Replica]]:
         return {"prefill": self.replicas[: self._num_prefill], "decode": self._decoding}
 
     def _prefix_cores(self) -> Iterable[Core]:

@@ -33,6 +33,10 @@ class Events:
         assert moment >= self.now, "what has been cannot be changed"
         heappush(self._heap, (moment, order, next(self._numbers), act, args))
 
+    def clear(self) -> None:
+        """Nothing more will happen."""
+        self._heap.clear()
+
     def run(self) -> None:
         """Until nothing more will happen."""
         heap = self._heap

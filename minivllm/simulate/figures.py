@@ -89,6 +89,7 @@ class Figures:
         self.gaps = Gaps()
         self.num_refused = self.num_cut = self.num_steps = 0
         self.why_refused = ""  # the first one
+        self.gave_up = False  # the run has ended before its requests
         self._num_replicas = num_replicas
         self._live: dict[str, Live] = {}
         self._num_waiting = 0  # for their first tokens

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 from minivllm.simulate.clock import VirtualClock
+from minivllm.simulate.cost import StepCost
 from minivllm.simulate.host import HostCost
 from minivllm.simulate.timeline import TimedWorker
 
@@ -64,6 +65,12 @@ class PipelineExecutor:
         """Of the stage that keeps the most K and V."""
         workers: list[Any] = [stage.worker for stage in self.stages]
         return max(workers, key=lambda worker: worker.cost.kv_bytes_per_token)
+
+    @property
+    def costs(self) -> list[StepCost]:
+        """Of each stage."""
+        workers: list[Any] = [stage.worker for stage in self.stages]
+        return [worker.cost for worker in workers]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return [getattr(stage.worker, method)(*args) for stage in self.stages]

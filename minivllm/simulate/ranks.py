@@ -22,6 +22,7 @@ from typing import Any
 from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 from minivllm.simulate.clock import VirtualClock
 from minivllm.simulate.cluster import Cluster, Core, Replica, Router
+from minivllm.simulate.cost import StepCost
 from minivllm.simulate.events import Order
 from minivllm.simulate.host import HostCost
 from minivllm.simulate.prompts import Prompts
@@ -93,6 +94,10 @@ class RankExecutor:
     @property
     def busy_seconds(self) -> float:
         return self.group.busy_seconds
+
+    @property
+    def costs(self) -> list[StepCost]:
+        return [self.worker.cost]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 from minivllm.simulate.clock import VirtualClock
+from minivllm.simulate.cost import StepCost
 from minivllm.simulate.host import HostCost
 
 
@@ -39,6 +40,11 @@ class TimelineExecutor:
         self._clock = clock
         self._host = host
         self._free_at = 0.0  # the device
+
+    @property
+    def costs(self) -> list[StepCost]:
+        """Of what a step passes, one behind the other."""
+        return [self.worker.cost]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]

@@ -17,9 +17,14 @@ from minivllm.simulate.capacity import (
     Choice,
     Devices,
     Objective,
+    Point,
+    Rates,
     Setup,
+    Shares,
+    find,
     find_band,
     find_rate,
+    first_that,
     front,
     highest,
     rank,
@@ -58,15 +63,53 @@ def test_the_highest_rate_is_that_of_the_queues_formula(most, limit, start):
 @given(most=st.floats(2.0, 100.0), error=st.floats(0.05, 0.5), start=st.floats(0.1, 30.0))
 def test_a_band_is_what_a_slower_and_a_faster_server_reach(most, error, start):
     """Which are queues with a formula as well: `most` over the factor."""
-    limits = [Objective("ttft", "p99", 1.0)]
-    best = highest(find_rate(queue(most), limits, start))
-    for found, factor in zip(find_band(queue(most), limits, best, error), (1 + error, 1 / (1 + error)), strict=True):
+    limits, loads = [Objective("ttft", "p99", 1.0)], Rates(start)
+    best = highest(find(queue(most), limits, loads, 0, 2))
+    band = find_band(queue(most), limits, loads, best, error)
+    for found, factor in zip(band, (1 + error, 1 / (1 + error)), strict=True):
         true = most / factor - 1
         assert found <= max(true, 0) * (1 + 1e-9) and (found >= true / TOLERANCE or true < 0.01)
 
 
+@given(st.integers(-50, 50), st.integers(0, 100), st.integers(-200, 200), st.integers(1, 20), st.integers(-60, 160))
+def test_the_first_number_that_holds_is_found_from_wherever_one_begins(least, more, begin, stride, first):
+    asked = []
+
+    def holds(number):
+        assert least <= number <= least + more and number not in asked
+        asked.append(number)
+        return number >= first
+
+    found = first_that(holds, least, least + more, begin, stride)
+    assert found == (max(first, least) if first <= least + more else None)
+    assert len(asked) <= 2 * math.log2(more + 2) + 2
+
+
+@given(most=st.floats(1.5, 1e3), total=st.floats(0.1, 1e4), guess=st.integers(1, 500))
+def test_the_replicas_are_the_fewest_among_which_the_rate_can_be_shared(most, total, guess):
+    limits, loads = [Objective("ttft", "p99", 1.0)], Shares(total, 100_000)
+    best = highest(find(queue(most), limits, loads, guess, 1))
+    assert loads.number(best.rate) == max(1, math.ceil(total / (most - 1)))
+
+
+def test_a_slower_device_needs_more_replicas_and_a_faster_one_fewer():
+    limits, loads = [Objective("ttft", "p99", 1.0)], Shares(100.0, 1000)
+    best = highest(find(queue(11.0), limits, loads, 1, 1))
+    slower, faster = find_band(queue(11.0), limits, loads, best, 0.25)
+    numbers = [round(100 / rate) for rate in (slower, best.rate, faster)]
+    assert numbers == [math.ceil(100 / (11 / 1.25 - 1)), 10, math.ceil(100 / (11 * 1.25 - 1))]
+
+
+def test_of_one_replica_there_is_no_fewer_on_a_faster_device():
+    asked, loads = [], Shares(1.0, 10)
+    trial = queue(11.0)
+    best = highest(find(trial, [], loads, 1, 1))
+    assert find_band(lambda rate: asked.append(rate) or trial(rate), [], loads, best, 0.25) == (1.0, 1.0)
+    assert asked == [1.25]
+
+
 def test_a_rate_that_nothing_limits_is_bounded():
-    assert highest(find_rate(queue(math.inf), [], START)).rate == MOST_RATE
+    assert MOST_RATE / TOLERANCE < highest(find_rate(queue(math.inf), [], START)).rate <= MOST_RATE
 
 
 def test_a_queue_that_grows_holds_nothing_whatever_was_asked():
@@ -86,7 +129,7 @@ def test_an_objective_about_a_time_that_nobody_had_is_met():
 
 def answer(device, most, price, band=(0.0, 0.0)):
     points = find_rate(queue(most), [Objective("ttft", "p99", 1.0)], START)
-    return Answer(Setup(Devices(device), {}), price, points, highest(points), band)
+    return Answer(Setup(Devices(device), {}), price, OUTPUT, points, highest(points), band)
 
 
 def test_a_token_costs_the_devices_hour_over_the_tokens_of_an_hour():
@@ -105,6 +148,14 @@ def test_the_cheapest_is_first_and_who_holds_nothing_last():
     )
     assert none.best is None and none.cost() == math.inf
     assert [a.setup.name for a in rank([none, dear, slow, cheap])] == ["c", "a", "b", "d"]
+
+
+def test_of_two_that_cost_the_same_the_one_whose_tokens_come_faster_is_first():
+    def at(name, tpot):
+        best = Point(2.0, True, {"tpot": {"p50": tpot}})
+        return Answer(Setup(Devices(name), {}), 1.0, OUTPUT, [best], best)
+
+    assert [a.setup.name for a in rank([at("a", 0.03), at("b", 0.01)])] == ["b", "a"]
 
 
 def test_a_band_costs_more_where_the_device_is_slower():

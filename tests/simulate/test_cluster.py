@@ -275,3 +275,15 @@ def test_what_has_no_virtual_clock_is_refused():
         build_cluster(config(**{"debug.trace": "x.jsonl"}), 2)
     with pytest.raises(ConfigError, match="has --replicas"):
         build_cluster(config(**{"engine.replicas": 2, "engine.core": "process"}))
+
+
+# ------------------------------------------------------------------------------------------------------- giving up
+
+
+def test_a_run_that_gives_up_does_so_at_the_last_arrival_if_the_queue_has_grown_until_then():
+    """Else it is the run that it would have been."""
+    crowd, few = arrivals(200, rate=4000.0), arrivals(30, rate=1.0)
+    whole, cut = (build_cluster(config()).run(crowd, gives_up=gives_up) for gives_up in (False, True))
+    assert whole.queue_grew and cut.queue_grew and cut.gave_up and not whole.gave_up
+    assert cut.num_live and not whole.num_live and cut.num_steps < whole.num_steps
+    assert said(build_cluster(config()).run(few, gives_up=True)) == said(build_cluster(config()).run(few))

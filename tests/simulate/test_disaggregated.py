@@ -49,6 +49,12 @@ def test_a_lone_request_takes_as_long_as_on_one_replica_and_its_way_there():
     assert sent["num"] == 1 and math.isclose(sent["seconds"]["mean"], way) and sent["waited"]["mean"] == 0
 
 
+def test_a_run_may_give_up_though_requests_are_between_replicas():
+    crowd = arrivals(200, rate=4000.0)
+    figures = build(wire=Wire(1e6, 1e-3)).run(crowd, gives_up=True)
+    assert figures.gave_up and figures.queue_grew and figures.num_live
+
+
 def test_an_answer_of_one_token_is_sent_nowhere():
     cluster = build()
     found = cluster.run([TraceRequest(0.0, 300, 1)] * 3).summary()
