@@ -12,12 +12,15 @@ layer is timed by itself, so that the median is not moved by the few that a busy
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import before
 import numpy as np
 import torch
 from common import emit, note, parser, spread
@@ -136,6 +139,15 @@ def alternate(steps: dict[str, Step], seconds: float) -> dict[str, tuple[list[fl
     return times
 
 
+def figures(results: list[dict[str, Any]]) -> dict[str, float]:
+    """For before.compare: microseconds."""
+    return {
+        f"{row['case']}, {row['backend']}, {what}": row[f"{what}_us"]["median"]
+        for row in results
+        for what in ("prepare", "layer")
+    }
+
+
 def main() -> None:
     args = parser(__doc__.splitlines()[0], Path(__file__).stem)
     args.add_argument("--backends", nargs="+", default=["cpu", "sdpa"], choices=ATTENTION.names())
@@ -150,7 +162,10 @@ def main() -> None:
     args.add_argument("--window", type=int, default=None, help="sliding window")
     args.add_argument("--seconds", type=float, default=2.0, help="of each case")
     args.add_argument("--threads", type=int, default=torch.get_num_threads())
+    before.add_options(args)
     args = args.parse_args()
+    if before.is_asked(args):
+        return before.compare("attention", figures, args, sys.argv[1:])
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     kv_dtype = dtype if args.kv_dtype == "auto" else getattr(torch, args.kv_dtype)

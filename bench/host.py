@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import before
 import numpy as np
 from common import ROOT, emit, note, parser, spread
 from latency import bootstrap_ratio, shown
@@ -134,6 +135,15 @@ def compare(num_reqs: int, args: argparse.Namespace) -> tuple[list[dict[str, Any
     return rows, ratios
 
 
+def figures(results: dict[str, Any]) -> dict[str, float]:
+    """For before.compare: milliseconds."""
+    return {
+        f"{row['num_reqs']} requests, {row['inputs']}, {phase}": row[phase]["median"]
+        for row in results["step_ms"]
+        for phase in ("schedule", "prepare", "update", "step")
+    }
+
+
 def main() -> None:
     args = parser(__doc__.splitlines()[0], Path(__file__).stem)
     args.add_argument("--num-reqs", type=int, nargs="+", default=[1, 64, 256, 1024], help="requests that decode")
@@ -141,7 +151,10 @@ def main() -> None:
     args.add_argument("--num-steps", type=int, default=100, help="decode steps measured in a repetition")
     args.add_argument("--repetitions", type=int, default=6)
     args.add_argument("--prefix", default="hash", help="kv.prefix")
+    before.add_options(args)
     args = args.parse_args()
+    if before.is_asked(args):
+        return before.compare("host", figures, args, sys.argv[1:])
     results: dict[str, Any] = {"import_seconds": spread(import_seconds()), "step_ms": [], "ratios": []}
     for num_reqs in args.num_reqs:
         rows, ratios = compare(num_reqs, args)

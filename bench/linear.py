@@ -9,11 +9,13 @@ whatever else runs here only adds.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import before
 import torch
 from common import emit, note, parser
 
@@ -139,6 +141,11 @@ def measure(models: dict[str, dict[str, list[Linear]]], shapes: list[Shape], arg
     return rows
 
 
+def figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """For before.compare: milliseconds of all products of a step."""
+    return {f"{row['tokens']} tokens, {row['method']}": row["ms"]["all"] for row in rows}
+
+
 def main() -> None:
     args = parser(__doc__.splitlines()[0], Path(__file__).stem)
     args.add_argument("--shape", default="smollm2-135m", choices=list(SHAPES))
@@ -146,7 +153,10 @@ def main() -> None:
     args.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     args.add_argument("--rounds", type=int, default=7)
     args.add_argument("--threads", type=int, default=num_cores())
+    before.add_options(args)
     args = args.parse_args()
+    if before.is_asked(args):
+        return before.compare("linear", figures, args, sys.argv[1:])
     torch.set_num_threads(args.threads)
     shapes = shapes_of(dummy_spec(args.shape))
     with torch.inference_mode():

@@ -15,7 +15,7 @@ Each side is loaded once and waits asleep for its turn; who goes first changes b
 round, the same for both sides, whose texts are compared: `same` is the share of requests with equal ones (below 1 only
 by rounding: batches are put together in another order).
 
-Prints one JSON line.
+Prints one JSON line. `--before FOLDER` runs another checkout's in turns with this one's: what has a change cost?
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import before
 import numpy as np
 import psutil
 from common import emit, note, parser, spread
@@ -230,6 +231,13 @@ def measure(offline: Offline, url: str, args: argparse.Namespace) -> dict[str, A
     return {name: spread(values, 4) for name, values in vars(found).items()}
 
 
+def figures(results: dict[str, dict[str, float]]) -> dict[str, float]:
+    """For before.compare."""
+    rates = {f"us a token {side}": 1e6 / results[f"{side}_rate"]["median"] for side in ("offline", "server")}
+    times = ("offline_ttft_ms", "server_ttft_ms", "server_us", "core_us")
+    return rates | {name: results[name]["median"] for name in times}
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser(__doc__.splitlines()[0], "serve_overhead")
     options.add_argument("--model", default=DEFAULT_MODEL)
@@ -243,6 +251,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add_argument("--serve", default="", metavar="ARGS", help="more options of the server alone")
     options.add_argument("--vocab", type=int, help="prompts are random ids below this (by --model)")
     options.add_argument("--seed", type=int, default=0)
+    before.add_options(options)
     args = options.parse_args(argv)
     args.vocab = args.vocab or vocab_of(args.model)
     args.url = None  # serve.server starts one
@@ -251,6 +260,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
+    if before.is_asked(args):
+        before.compare("serve_overhead", figures, args, sys.argv[1:] if argv is None else argv)
+        return 0
     overrides = parse_set(args.set)
     given = [word for item in args.set for word in ("--set", item)]
     args.serve = shlex.join(["--set", f"engine.core={args.core}", *given, *shlex.split(args.serve)])
