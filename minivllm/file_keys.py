@@ -134,9 +134,9 @@ _NO_WINDOW = _table({"of windows, which a switch leaves off": "sliding_window ma
 CONFIG_OF = {
     "qwen2": _NO_WINDOW,
     "qwen3": _NO_WINDOW,
-    "qwen3_moe": _table({**{"of windows, which are refused if a switch is on": "sliding_window max_window_layers"}}),
-    "qwen2_moe": Table(
-        {**dict.fromkeys(("sliding_window", "max_window_layers"), "of windows, which are refused if a switch is on")}
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_moe"),
+        _table({"of windows, which are refused if a switch is on": "sliding_window max_window_layers"}),
     ),
     "gemma2": _table({"hidden_activation says it": "hidden_act"}),
     "gemma3_text": _table(
