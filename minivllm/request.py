@@ -18,6 +18,7 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple, cast
 
@@ -155,11 +156,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether it may leave no token to choose."""
         return bool(self.allowed_token_ids or self.bad_words or self.structured)
 
-    @property
-    def thinks(self) -> bool:
-        """Whether something comes before the answer that its stop_token_ids do not stop: the engine core has no text
-        and leaves them to its client (engine/detokenizer.py)."""
-        return self.structured is not None and self.structured.prelude is not None and self.detokenize
+    @cached_property
+    def answer_stop_token_ids(self) -> frozenset[int]:
+        """Those of stop_token_ids that end the answer alone and not what comes before it, such as thinking: the engine
+        core has no text, so its client looks for them (engine/detokenizer.py)."""
+        has_more = self.structured is not None and self.structured.prelude is not None and self.detokenize
+        return frozenset(self.stop_token_ids or ()) if has_more else frozenset()
+
+    @cached_property
+    def core_stop_token_ids(self) -> frozenset[int]:
+        """The others, at which the engine core ends an output."""
+        return frozenset(self.stop_token_ids or ()) - self.answer_stop_token_ids
 
     def biases_to_end(self, eos_token_ids: Container[int]) -> dict[int, float]:
         """By token, the biases that make an end of the output likelier. eos_token_ids: those of the resolved params."""

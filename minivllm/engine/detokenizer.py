@@ -176,7 +176,7 @@ class Detokenizer:
         """find_answer: for a model that thinks; None: all of the text is the answer."""
         kind = ByteStream if tokenizer.has_bytes else WindowStream
         self._stream: TokenStream = kind(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._stop_ids = frozenset(params.stop_token_ids or ()) if params.thinks else frozenset()
+        self._stop_ids = params.answer_stop_token_ids
         self._stops = _automaton(tuple(params.stop or ())) if params.stop or self._stop_ids else None
         self._finder = find_answer() if find_answer is not None and self._stops is not None else None
         self._state = 0

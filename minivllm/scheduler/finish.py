@@ -35,7 +35,7 @@ def end_of(req: Request, token: int, max_model_len: int) -> tuple[str | None, in
     if num_output >= params.min_tokens:
         if token in params.eos_token_ids:
             return "stop", None
-        if token in params.stop_token_ids and not params.thinks:
+        if token in params.core_stop_token_ids:
             return "stop", token
     if num_output == params.max_tokens or num_tokens >= max_model_len:
         return "length", None
