@@ -191,6 +191,28 @@ def llama4(calls, before, after):
     return f"{before}<|python_start|>{pythonic(calls, '', '')}<|python_end|>{after}"
 
 
+def without(write, *tags):
+    """What a model writes that forgets these."""
+
+    def written(calls, before, after):
+        text = write(calls, before, after)
+        for tag in tags:
+            text = text.replace(tag, "")
+        return text
+
+    return written
+
+
+def harmony_empty(calls, before, after):
+    return harmony(calls, before, after).replace("<|message|>{}<|call|>", "<|message|><|call|>")
+
+
+deepseek_bare = without(deepseek, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+kimi_bare = without(kimi, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+dsml_bare = without(dsml_v4, "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
+FORGETFUL = "without the section's tags, which models forget (llama.cpp, common/chat.cpp)"
+
+
 @dataclass(frozen=True)
 class Form:
     parser: str | type
@@ -227,6 +249,10 @@ FORMS = {
     "openai bare": Form("openai", harmony_bare, "gpt-oss in long contexts; vLLM, openai_tool_parser.py"),
     "openai bare role": Form("openai", harmony_bare_role, "the same, in the role"),
     "openai analysis": Form("openai", harmony_analysis, "the same, in the channel of the thinking"),
+    "openai empty": Form("openai", harmony_empty, "a function without parameters: gpt-oss writes no object"),
+    "deepseek_v3 bare": Form("deepseek_v3", deepseek_bare, FORGETFUL),
+    "kimi_k2 bare": Form("kimi_k2", kimi_bare, FORGETFUL),
+    "deepseek_v32 bare": Form("deepseek_v32", dsml_bare, FORGETFUL, is_json=False),
     "qwen3_coder": Form("qwen3_coder", qwen3_coder, "Qwen 3 Coder, chat template", is_json=False),
     "glm45": Form("glm45", glm, "GLM 4.5, chat template", is_json=False),
     "glm47": Form("glm45", glm47, "GLM 4.7, chat template", is_json=False),

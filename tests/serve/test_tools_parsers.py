@@ -354,6 +354,8 @@ def test_a_call_begins_as_the_forms_of_its_format_do(name):
     parser, write = FORMATS[name]
     use = ToolUse("auto", tuple(Function(name=each) for each in FUNCTIONS))
     forms = TOOL_PARSERS.get(parser).forms(Writing(use, lambda text: (text,)))
+    if name.endswith("bare"):
+        return  # a grammar forgets nothing
     if parser != "openai" or name.endswith("role"):  # with a recipient in the channel, it is no text to tell it by
         assert write(SAID, "", "").lstrip("\n").startswith(tuple(text for texts, *_ in forms for text in texts))
 

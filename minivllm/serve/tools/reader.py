@@ -309,8 +309,14 @@ class TaggedReader(Reader):
     def forms(cls, writing: Writing) -> Iterator[Parts]:
         yield (cls.begins,)
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What calls may stand behind."""
+        return self.begins
+
     def calls(self, begin: str) -> Reading:
-        """What stands behind `begin` and its spaces, which were taken. In the end all taken is forgotten or content."""
+        """What stands behind `begin`, one of the tags, and its spaces, which were taken. In the end all taken is
+        forgotten or content."""
         raise NotImplementedError
 
     def start(self) -> Reading:
@@ -325,14 +331,15 @@ class TaggedReader(Reader):
             self.give_back()
 
     def read(self) -> Reading:
-        firsts = {begin[0] for begin in self.begins}
+        tags = self.tags
+        firsts = {tag[0] for tag in tags}
         yield
         yield from self.start()
         while self.char != END:
             if self.char not in firsts:
                 self.content(self.char)
                 yield
-            elif begin := (yield from self.marker(*self.begins)):
+            elif begin := (yield from self.marker(*tags)):
                 yield from self.blank()
                 yield from self.calls(begin)
             else:
@@ -340,19 +347,25 @@ class TaggedReader(Reader):
 
 
 class SectionReader(TaggedReader):
-    """Calls in tags of their own, one after the other in a section that has tags, too."""
+    """Calls in tags of their own, one after the other in a section that has tags, too. Models forget those of the section
+    now and then."""
 
     call_begin: ClassVar[str]
     call_ends: ClassVar[tuple[str, ...]]  # some of them, and they may be missing
     section_ends: ClassVar[tuple[str, ...]]
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return (*self.begins, self.call_begin)
+
     def calls(self, begin: str) -> Reading:
-        found = yield from self.marker(self.call_begin)
+        found = begin if begin == self.call_begin else (yield from self.marker(self.call_begin))
         while found == self.call_begin:
             if not (yield from self.call(self.one_call(call := Call()), call)):
                 return
             found = self.call_ends[0]
             while found in self.call_ends:
+                self.forget()
                 yield from self.blank()
                 found = yield from self.marker(self.call_begin, *self.call_ends, *self.section_ends)
         if found:

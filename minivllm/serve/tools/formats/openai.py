@@ -73,7 +73,10 @@ class OpenaiParser(TaggedReader):
     def call_of(self, call: Call, name: str) -> Reading:
         self.is_of(call, name)
         yield from self.blank()
-        yield from self.arguments(call)
+        if self.char == "<" and (yield from self.marker("<|call|>")):  # a function without parameters
+            call.untold, call.looks_right, call.has_arguments = ["{}"], True, True
+        else:
+            yield from self.arguments(call)
 
     def thinking(self) -> Reading:
         while self.char != END:
