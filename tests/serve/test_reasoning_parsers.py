@@ -112,12 +112,25 @@ def test_a_call_of_an_offered_tool_is_no_thinking_though_its_namespace_is_missin
         assert "".join(event.text for event in events if not isinstance(event, Thought)) == BARE.format(channel)
 
 
+@pytest.mark.parametrize("begin", ["<|tool_calls_section_begin|>", "<|tool_call_begin|>"])
+def test_a_call_of_kimi_ends_the_thinking_where_tools_are_offered(begin):
+    call = f'{begin}functions.tide:0<|tool_call_argument_begin|>{{"port": "Brest"}}<|tool_call_end|>'
+    text = f"<think>Hm.{call}"
+    for pieces in [text], text:
+        for functions, parts in (({"tide"}, ("Hm.", call)), ((), (f"Hm.{call}", ""))):
+            reader = REASONING_PARSERS.get("kimi_k2")(FRESH, functions)
+            events = [event for piece in pieces for event in reader.push(piece)] + reader.end()
+            thought = "".join(event.text for event in events if isinstance(event, Thought))
+            assert (thought, "".join(e.text for e in events if not isinstance(e, Thought))) == parts
+            assert not reader.is_inside or not functions
+
+
 def test_a_call_of_the_models_own_tool_in_its_thinking_is_thinking():
     text = "<|channel|>analysis to=python code<|message|>1 + 1<|call|>"
     assert read("openai_gptoss", text) == ("1 + 1", "")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1", "mistral", "granite"])
+@pytest.mark.parametrize("name", ["qwen3", "kimi_k2", "deepseek_r1", "mistral", "granite"])
 def test_what_cannot_be_a_marker_is_told_at_once(name):
     parser = REASONING_PARSERS.get(name)
     reader = parser(INSIDE)
@@ -153,6 +166,7 @@ def test_an_answer_that_goes_on_begins_where_its_beginning_ends():
     ("template", "name"),
     [
         ("{{ '<think>' }}", "qwen3"),
+        ("{{ '<think>' + '<|tool_calls_section_begin|>' }}", "kimi_k2"),
         ("{{'<｜Assistant｜><think>\\n'}}", "deepseek_r1"),
         ("[SYSTEM_PROMPT]... [THINK] ...", "mistral"),
         ("... <|channel|>analysis<|message|> ...", "openai_gptoss"),

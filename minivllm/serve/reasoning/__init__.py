@@ -24,6 +24,7 @@ REASONING_PARSERS: Registry[ReasoningReader] = Registry(
         "openai_gptoss": "minivllm.serve.reasoning.parsers:HarmonyReader",
         "mistral": "minivllm.serve.reasoning.parsers:MistralReader",
         "granite": "minivllm.serve.reasoning.parsers:GraniteReader",
+        "kimi_k2": "minivllm.serve.reasoning.parsers:KimiK2Reader",
         "deepseek_r1": "minivllm.serve.reasoning.parsers:DeepSeekR1Reader",
         "qwen3": "minivllm.serve.reasoning.parsers:Qwen3Reader",
     },

@@ -42,8 +42,12 @@ class _TaggedReader(ReasoningReader):
         return True
 
     def _inside(self) -> bool:
-        if self._tell_until(self.endings, Thought) is None:
+        calls = self.calls(self.functions) if self.functions else ()
+        if (found := self._tell_until((*self.endings, *calls), Thought)) is None:
             return False
+        if found in calls:
+            self._tell(Rest, found)
+            self._answered.append(found)
         self._step = self._behind
         return True
 
@@ -63,6 +67,20 @@ class Qwen3Reader(_TaggedReader):
     marks = (("<think>",), ("</think>",))
     opened_by = openings = may_open = ("<think>",)
     closed_by = endings = ("</think>",)
+
+
+CALLS = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>")
+
+
+class KimiK2Reader(Qwen3Reader):
+    """The same, and a call ends the thinking as well: Kimi K2 Thinking forgets </think> before one (vLLM's kimi_k2)."""
+
+    markers = (*Qwen3Reader.markers, *CALLS)
+    marks = (("<think>", CALLS[0]), ("</think>", CALLS[0]))
+
+    @classmethod
+    def calls(cls, functions: Collection[str]) -> tuple[str, ...]:
+        return CALLS
 
 
 class DeepSeekR1Reader(Qwen3Reader):

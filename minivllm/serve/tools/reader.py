@@ -347,8 +347,8 @@ class TaggedReader(Reader):
 
 
 class SectionReader(TaggedReader):
-    """Calls in tags of their own, one after the other in a section that has tags, too. Models forget those of the section
-    now and then."""
+    """Calls in tags of their own, one after the other in a section that has tags, too. Models forget the section's now
+    and then."""
 
     call_begin: ClassVar[str]
     call_ends: ClassVar[tuple[str, ...]]  # some of them, and they may be missing
