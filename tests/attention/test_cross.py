@@ -8,7 +8,15 @@ from torch import Tensor
 
 from minivllm import features
 from minivllm.attention.base import AttentionSpec, kv_spec
-from minivllm.attention.cross import CrossReference, CrossSDPA, Slots, WithCrossAttention, slot_shape
+from minivllm.attention.cross import (
+    CrossReference,
+    CrossSDPA,
+    Slots,
+    WithCrossAttention,
+    _by_products,
+    _fused,
+    slot_shape,
+)
 from minivllm.attention.groups import backends_of, in_groups, make_backend
 from minivllm.attention.reference import ReferenceAttention
 from minivllm.attention.select import backend_beside
@@ -56,6 +64,15 @@ def test_every_query_reads_all_of_its_requests_slot(kind, dtype):
     torch.testing.assert_close(out[:num_tokens].double(), textbook(q, kv), rtol=0, atol=TOLERANCES[dtype])
     assert not out[num_tokens:].any()  # padding passes through the layers that follow
     assert all(torch.equal(kv[slot], before[slot]) for slot in kv)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("num_queries", [1, 2, 7])
+def test_the_fused_kernel_and_two_products_give_the_same(num_queries, dtype):
+    q, kv = torch.randn(num_queries, 6, 8).to(dtype), slots_of(1, dtype=dtype)[0]
+    fused, products = (attend(q.transpose(0, 1), *kv, LAYER) for attend in (_fused, _by_products))
+    assert fused.shape == products.shape == (6, num_queries, 8)
+    torch.testing.assert_close(products, fused, rtol=0, atol=TOLERANCES[dtype])
 
 
 def test_what_others_have_in_their_slots_changes_nothing():
