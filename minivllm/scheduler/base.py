@@ -113,8 +113,7 @@ class SchedulerBase:
             self.requests[child.id] = child
             parent = self.requests.get(parent_id)
             num_found = self.kv.fork(parent, child) if parent is not None and parent.num_computed_tokens else 0
-            has_place = num_found and num_places > 0 and self.items.has_room(child)
-            blocks = self.kv.allocate(child, 0) if has_place else None
+            blocks = self.kv.allocate(child, 0) if num_found and num_places > 0 else None
             if blocks is None:
                 self.kv.free(child)
                 self.enqueue(child)

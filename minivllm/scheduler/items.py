@@ -65,8 +65,9 @@ class HeldItems:
                     self._unused[digest] = None
 
     def drain(self, plan: StepPlan) -> None:
+        """What is in both columns is forgotten, if it was ready, and then made ready."""
         plan.encode = list(self._unmade)
-        plan.forget = list(self._unused | {digest: None for digest in self._unsure if digest not in self._users})
+        plan.forget = list(self._unused | self._unsure)
         self._unmade, self._unused, self._unsure = {}, {}, {}
 
     def take_back(self, plan: StepPlan) -> None:

@@ -78,6 +78,8 @@ def test_items_are_ready_for_whoever_runs_and_gone_with_the_last(seed, most_new,
     draw, worker, sure = driver.draw, driver.worker, True
     for _ in range(200):
         plans = [driver.plan() for _ in range(draw.randint(1, 3))]
+        if draw.random() < 0.3:  # aborted meanwhile
+            driver.leave(draw.sample(list(driver.running), draw.randint(0, len(driver.running))))
         fails = draw.randrange(len(plans)) if draw.random() < 0.2 else len(plans)
         for plan in plans[:fails]:
             assert not (worker.ready & set(plan.encode) and sure), "it was ready"
@@ -90,7 +92,7 @@ def test_items_are_ready_for_whoever_runs_and_gone_with_the_last(seed, most_new,
             driver.lose(plan)
             sure = False
         if fails == len(plans):
-            wanted = {item.digest for name in driver.running for item in driver.requests[name].items}
+            wanted = {item.digest for name in plans[-1].num_tokens for item in driver.requests[name].items}
             assert worker.ready == wanted
     worker.take(driver.plan(ends=True))
     assert not worker.ready and any(worker.num_encoded)
@@ -107,6 +109,16 @@ def test_a_step_makes_as_many_ready_as_it_may_but_always_those_of_one(most_new):
     assert held.is_within_step(with_items("without", ""))
     held.drain(StepPlan(0))
     assert held.is_within_step(with_items("x", "x"))
+
+
+def test_what_is_ready_or_made_so_for_another_costs_nothing():
+    held = HeldItems(1)
+    held.join(with_items("x", "ab"))  # more than a step may make ready, but of one request
+    assert held.is_within_step(with_items("y", "b")) and not held.is_within_step(with_items("y", "c"))
+    held.drain(StepPlan(0))
+    held.leave("x")
+    held.join(with_items("y", "c"))
+    assert held.is_within_step(with_items("z", "a")) and not held.is_within_step(with_items("z", "ad"))
 
 
 def test_an_item_of_many_requests_is_made_ready_once_also_when_one_hands_it_to_the_next():
@@ -242,6 +254,20 @@ def test_what_was_preempted_is_made_ready_again_within_the_budget(kind):
     plans = [plan_and_update(scheduler)[0] for _ in range(5)]
     assert sorted(plans[0].forget) == list("abcd")
     assert [plan.encode for plan in plans] == [[], ["a"], ["b"], ["c"], ["d"]]
+
+
+def test_nobody_is_preempted_for_one_who_could_not_be_let_in_before_the_next_step():
+    scheduler = scheduler_with(UnifiedScheduler, most_new=1, most=3)
+    arrive(scheduler, "abc")
+    for _ in range(3):
+        plan_and_update(scheduler)
+    arrive(scheduler, "de")
+    first, second = scheduler.requests["d"], scheduler.requests["e"]
+    scheduler.let_in(first, [scheduler.requests["c"]])
+    assert [req.id for req in scheduler.running] == ["a", "b", "d"]
+    scheduler.let_in(second, [scheduler.requests["b"]])
+    assert [req.id for req in scheduler.running] == ["a", "b", "d"]
+    assert plan_and_update(scheduler)[0].encode == ["d"]
 
 
 def test_a_client_with_nothing_running_gets_in_where_all_slots_are_taken():
