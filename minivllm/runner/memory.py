@@ -204,20 +204,19 @@ def size_slots(
     free: int | None = None,
 ) -> Slots:
     """Of a model with an encoder: one for each request, or as many as there is memory for beside the blocks of as many
-    requests of max_model_len tokens, or beside the configured pool. Other parameters as above."""
+    requests of max_model_len tokens; beside a configured pool, in the same share of the rest. Others as above."""
     kv = config.kv
     free = free_memory(device) // config.engine.replicas if free is None else free
     fraction = FRACTIONS[device.type] if kv.memory_fraction is None else kv.memory_fraction
-    room, each = min(fraction * free, free - forwards), slot_bytes
+    rows, most_new = config.scheduler.max_num_seqs, budget_of(config, max_model_len)
+    of_request = spec.bytes_per_block * groups.most_blocks(max_model_len, kv.block_size, most_new)
     if kv.num_blocks is not None:
-        room -= kv.num_blocks * spec.bytes_per_block
+        room, each = fraction * (free - forwards - kv.num_blocks * spec.bytes_per_block), slot_bytes
     elif kv.memory is not None:
-        room -= parse_size(kv.memory)
+        room, each = fraction * (free - forwards - min(parse_size(kv.memory), rows * of_request)), slot_bytes
     else:
-        each += spec.bytes_per_block * groups.most_blocks(
-            max_model_len, kv.block_size, budget_of(config, max_model_len)
-        )
-    count = min(config.scheduler.max_num_seqs, int(room // each))
+        room, each = min(fraction * free, free - forwards), slot_bytes + of_request
+    count = min(rows, int(room // each))
     if count < 1:
         raise ConfigError(
             f"no room for an encoder's output: K and V that are made of it take {format_size(slot_bytes)}, and "

@@ -370,15 +370,19 @@ def test_a_pool_leaves_room_for_what_is_encoded(whisper, monkeypatch):
 
     assert started(**{"scheduler.max_num_seqs": 8}) == (64, 8)
     assert started() == (half // block, half // (slot + 8 * block))
-    assert started(**{"kv.num_blocks": 300}) == (300, (half - 300 * block) // slot)
-    assert started(**{"kv.memory": "6MiB"}) == ((6 << 20) // block, (2 << 20) // slot)
+    assert started(**{"kv.num_blocks": 1000}) == (1000, (half - 500 * block) // slot)
+    assert started(**{"kv.memory": "10MiB"}) == ((10 << 20) // block, (3 << 20) // slot)
+    assert started(**{"kv.memory": "1GiB"}) == (1024, (half - 512 * block) // slot)  # no more than 128 requests use
+    assert started(**{"kv.memory": "10MiB", "kv.memory_fraction": 0.9})[1] == int(0.9 * (6 << 20)) // slot
     with pytest.raises(ConfigError, match="no room for an encoder's output"):
-        started(**{"kv.memory": "8MiB"})
+        started(**{"kv.num_blocks": 1360})
 
 
 def test_requests_wait_for_memory_of_those_that_run(whisper, monkeypatch):
     monkeypatch.setattr("minivllm.runner.memory.free_memory", lambda device: 16 << 20)
-    engine = engine_of(whisper, **{"kv.num_blocks": ((8 << 20) - 160_000) // 12_288, "scheduler.encoder_budget": 10**6})
+    engine = engine_of(
+        whisper, **{"kv.num_blocks": ((16 << 20) - 400_000) // 12_288, "scheduler.encoder_budget": 10**6}
+    )
     limits = engine.core.scheduler.base.limits
     assert limits.max_items is not None and 1 < limits.max_items < 4
     for name in "abcdefgh":
