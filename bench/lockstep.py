@@ -67,6 +67,9 @@ class RankQueue:
     def call(self, method: str, *args: Any) -> list[Any]:
         return self.inner.call(method, *args)
 
+    def tell(self, method: str, *args: Any) -> None:
+        self.inner.tell(method, *args)
+
     def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         out = self.inner.submit(plan)
         if not plan.num_tokens:

@@ -71,6 +71,9 @@ class SchedulerConfig(Section, frozen=True):
     max_num_seqs: int = 128  # requests in a step at most
     max_num_batched_tokens: int = 2048  # the token budget of a step
     chunked_prefill: bool = True
+    encoder_budget: int | None = (
+        None  # positions that an encoder makes in a step (1,500 of 30 s of sound); None: an item's
+    )
 
 
 class RunnerConfig(Section, frozen=True):
@@ -405,6 +408,7 @@ def check_options(config: EngineConfig) -> None:
         ("kv.memory_fraction", 1e-6, 1.0),
         ("scheduler.max_num_seqs", 1, None),
         ("scheduler.max_num_batched_tokens", 1, None),
+        ("scheduler.encoder_budget", 1, None),
         ("model.max_model_len", 2, None),
         ("executor.num_threads", 1, None),
         ("executor.answer_tokens", 1, None),

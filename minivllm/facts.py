@@ -25,4 +25,6 @@ class WorkerFacts:
     num_ends: int = 0  # tokens' places behind the longest prompt for what it ends with; 1 where that is a vector
     lookahead: int = 0  # KV slots that proposing drafts takes behind a request's tokens
     groups: KVGroups = ONE_GROUP
+    encoder_positions: int = 0  # that an encoder computes of an item of a prompt; 0: it has none
+    encoder_slots: int = 0  # items whose encoder outputs there may be at once
     block_size: int = 1  # tokens a block of KV: no fewer than kv.block_size

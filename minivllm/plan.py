@@ -85,9 +85,10 @@ class StepPlan:
     # Proposed tokens that follow a request's known ones in this step; num_tokens counts them. The runner says which of
     # them the model itself would have given (StepOutput.tokens); the others leave no trace.
     drafts: dict[str, list[int]] = field(default_factory=dict)
-    # Items of those who join (Join.items), by digest: made ready before the joins, each once however many name it; and
-    # dropped, because the last who named it has left.
-    encode: list[tuple[str, bytes]] = field(default_factory=list)  # (digest, content)
+    # Items of those who join (Join.items), by digest: made ready before the joins, each once however many name it, of
+    # what the workers were given when its request arrived (engine/contents.py); and forgotten, because the last who
+    # named it has left.
+    encode: list[str] = field(default_factory=list)
     forget: list[str] = field(default_factory=list)
     # Requests that were planned behind a step which may bring them drafts: how many they may have in this one. Their
     # start and num_tokens are the most that these can be; where the step runs they become exact (spec_decode/ahead.py).

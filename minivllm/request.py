@@ -382,7 +382,6 @@ class Request:
     client: str = ""
     items: tuple[Item, ...] = ()
     pooling: PoolingParams | None = None
-    contents: dict[str, bytes] = field(default_factory=dict)
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache
     num_in_flight: int = 0  # tokens behind them whose K and V steps in flight compute; 0 between synchronous steps
     num_cached_tokens: int = 0  # of these, how many the prefix cache gave at the first admission
@@ -408,7 +407,6 @@ class Request:
             client=er.client,
             items=er.items,
             pooling=er.pooling,
-            contents=er.contents,
         )
 
     @property

@@ -29,6 +29,7 @@ import dataclasses
 import logging
 import os
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -226,9 +227,10 @@ def requests(path: str | Path) -> list[tuple[float, EngineRequest]]:
 # ---------------------------------------------------------------------------------------------------- replay
 
 
-class Submits(Protocol):
+class Replays(Protocol):
     """What replay needs of an executor."""
 
+    def tell(self, method: str, *args: Any) -> None: ...
     def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]: ...
 
 
@@ -249,7 +251,7 @@ class ReplayReport(NamedTuple):
 
 
 def replay(
-    path: str | Path, executor: Submits | None = None, overrides: Mapping[str, Any] | None = None
+    path: str | Path, executor: Replays | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ReplayReport:
     """Run the recorded plans through a worker and compare its tokens with the recorded ones.
 
@@ -259,12 +261,12 @@ def replay(
     """
     trace = read(path)
     if executor is not None:
-        return _replay(trace.steps(), executor)
+        return _replay(trace.records, executor)
     from minivllm.engine.build import build  # upwards and late: only this convenience needs the engine
 
     engine = build(config_of(trace, overrides))
     try:
-        return _replay(trace.steps(), engine.executor)
+        return _replay(trace.records, engine.executor)
     finally:
         engine.core.shutdown()
 
@@ -275,9 +277,14 @@ def config_of(trace: Trace, overrides: Mapping[str, Any] | None = None) -> Engin
     return EngineConfig.build(overrides={**trace.header["config"], **found_out, **(overrides or {})})
 
 
-def _replay(steps: Iterable[Record], executor: Submits) -> ReplayReport:
+def _replay(records: Iterable[Record], executor: Replays) -> ReplayReport:
     num_steps = num_tokens = 0
-    for record in steps:
+    for record in records:
+        if record["type"] == "add":
+            for digest, content in record["request"].get("contents", {}).items():
+                executor.tell("hold_item", digest, b64decode(content))
+        if record["type"] != "step":
+            continue
         plan, expected = plan_of(record), {**record["tokens"], **record.get("pooled", {})}
         out = executor.submit(plan).result()
         got = {**out.tokens, **{req_id: vector.tolist() for req_id, vector in out.pooled.items()}}

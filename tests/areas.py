@@ -84,13 +84,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "conformance": (
         *(*_ENGINE, "minivllm/matrix.py", "minivllm/matrix.json", "minivllm/serve/"),
         *("tests/fakes.py", "tests/lora/", "tests/grammar_driver.py", "tests/json_schemas.py", "tests/tolerances.py"),
-        "tests/loading/gguf_fixture.py",
+        *("tests/loading/gguf_fixture.py", "tests/models/"),
     ),
     "chapters": (
         *(*_ENGINE, "bench/", "chapters/", "minivllm/cli/", "minivllm/serve/", "minivllm/simulate/"),
         *(
             "tests/layer_tables.py",
             "tests/machine_profiles.py",
+            "tests/models/",
             "tests/operator_tables.py",
             "tests/simulate/",
             "minivllm/terminal.py",

@@ -10,8 +10,10 @@ import hashlib
 import random
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from minivllm.executor.background import FailStop
 from minivllm.features import INPUT_BUILDERS
 from minivllm.kv_groups import FULL, KVGroup, KVGroups
 from minivllm.plan import AsyncOutput, Delta, StepOutput, StepPlan
-from minivllm.request import BeamSearchParams, EngineRequest, SamplingParams, sequence_ids
+from minivllm.request import BeamSearchParams, EngineRequest, Item, SamplingParams, sequence_ids
 from minivllm.runner.inputs import Rows
 from minivllm.scheduler.base import Limits
 from minivllm.scheduler.beam_search import BeamSearch
@@ -99,8 +101,16 @@ class FakeWorker:
         self.adapter_of = np.zeros(sizes.max_rows, np.int64)  # row -> adapter, which is the length of its name
         self.kv = np.full((4, num_slots), -1, np.int64)  # token id, position, adapter and group of each slot
         self.host = np.full((4, NUM_HOST_BLOCKS * sizes.block_size), -1, np.int64)
+        self.items = FakeItems()
+
+    def hold_item(self, digest: str, content: bytes) -> None:
+        self.items.hold(digest, content)
+
+    def drop_item(self, digest: str) -> None:
+        self.items.drop(digest)
 
     def execute(self, plan: StepPlan) -> StepOutput:
+        self.items.take(plan)
         for req_id in plan.leaves:
             if req_id in self.rows.of:  # not there if the step that it should have joined in failed
                 self.rows.leave(req_id)
@@ -175,6 +185,37 @@ class FakeWorker:
         return tokens.tolist(), positions.tolist(), adapters.tolist()
 
 
+class FakeItems:
+    """What a worker has of items: their contents, and which of them are ready. Whatever a plan asks of one that is not
+    held, or computes for a request whose items are not ready, fails."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, bytes] = {}
+        self.ready: set[str] = set()
+        self.of: dict[str, set[str]] = {}  # by request
+        self.num_encoded: list[int] = []  # of each plan
+        self.most = 0  # that were ready at once
+
+    def hold(self, digest: str, content: bytes) -> None:
+        assert digest not in self.contents, f"{digest} was carried twice"
+        self.contents[digest] = content
+
+    def drop(self, digest: str) -> None:
+        del self.contents[digest]
+
+    def take(self, plan: StepPlan) -> None:
+        self.ready -= set(plan.forget)
+        assert all(digest in self.contents for digest in plan.encode), "an item is made ready of what is not here"
+        self.ready |= set(plan.encode)
+        self.num_encoded.append(len(plan.encode))
+        self.most = max(self.most, len(self.ready))
+        for req_id in plan.leaves:
+            self.of.pop(req_id, None)
+        self.of |= {join.req_id: {item.digest for item in join.items} for join in plan.joins}
+        for req_id in plan.num_tokens:
+            assert self.of[req_id] <= self.ready, f"{req_id} runs without its items"
+
+
 class SlowStream:
     """An executor as unkind as a device's stream may be: a plan runs behind those before it, as late as anybody can
     wait, or by chance (with a seed) earlier. So whatever the control plane changes of a plan that is in flight, or
@@ -183,14 +224,18 @@ class SlowStream:
     def __init__(self, worker: FakeWorker, seed: int | None = None):
         self.run = FailStop(DraftsAhead(lambda plan: worker.execute(plan)))
         self._chance = None if seed is None else random.Random(seed)
-        self._queue: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
+        self._queue: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._worker = worker
 
     def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         future: Future[StepOutput] = Future()
-        self._queue.append((plan, future))
+        self._queue.append((partial(self.run, plan), future))
         while self._queue and self._chance and self._chance.random() < 0.4:
             self.run_one()
         return AsyncOutput(future.done, lambda: self._run_until(future))
+
+    def tell(self, method: str, *args: Any) -> None:
+        self._queue.append((partial(getattr(self._worker, method), *args), Future()))
 
     def _run_until(self, future: Future[StepOutput]) -> StepOutput:
         """Whoever waits for a step is what makes it run."""
@@ -199,9 +244,9 @@ class SlowStream:
         return future.result()
 
     def run_one(self) -> None:
-        plan, future = self._queue.popleft()
+        run, future = self._queue.popleft()
         try:
-            future.set_result(self.run(plan))
+            future.set_result(run())
         except Exception as error:
             future.set_exception(error)
 
@@ -219,10 +264,11 @@ class FakeEngine:
         overlap: int | None = None,
         stream_seed: int | None = None,
         windows: Sequence[int | None] = (None,),
+        item_slots: int | None = None,
         **overrides,
     ):
         """overlap: instead of the configuration's, which has a bound. stream_seed: of SlowStream. windows: of the KV
-        groups, each of one layer."""
+        groups, each of one layer. item_slots: items that may be ready at once. Each is one position of an encoder."""
         overrides = {"kv.num_blocks": num_blocks, "kv.block_size": 4, "debug.check": True, **overrides}
         self.config = config = EngineConfig.build("v1", overrides)
         max_model_len = max_model_len or min(num_blocks * config.kv.block_size, 512)
@@ -231,8 +277,9 @@ class FakeEngine:
         # Whose scheduler must itself refuse what is too long for the pool.
         paged = config.kv.allocation == "paged" and groups.windows == (None,)
         self.max_model_len = max_model_len if paged else min(max_model_len, self.kv.capacity + 1)
-        limits = Limits(
-            config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, self.max_model_len, self.kv.capacity
+        self.limits = limits = Limits(
+            *(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
+            *(self.max_model_len, self.kv.capacity, config.scheduler.encoder_budget or 1, item_slots),
         )
         lookahead = config.spec_decode.k if "draft" in config.spec_decode.method else 0
         scheduler = build_scheduler(config, self.kv, limits, lookahead)
@@ -258,23 +305,26 @@ class FakeEngine:
         group: str = "",
         adapter: str = "",
         client: str = "",
+        items: Sequence[str] = (),
         **params,
     ):
-        """The request's SamplingParams."""
+        """The request's SamplingParams. items: digests."""
         params = SamplingParams(temperature=0.0, eos_token_ids=(EOS,), **params)
         of_request = {"priority": priority, "adapter": adapter, "cache_salt": cache_salt, "group": group}
-        self.core.add(EngineRequest(req_id, prompt, params, self.now, **of_request, client=client))
+        self.core.add(EngineRequest(req_id, prompt, params, self.now, **of_request, client=client, **beside(items)))
         self.tokens[req_id] = []
         return params
 
-    def add_beams(self, request_id: str, prompt: list[int], beam: BeamSearchParams) -> list[str]:
-        """The ids of its outputs."""
+    def add_beams(
+        self, request_id: str, prompt: list[int], beam: BeamSearchParams, items: Sequence[str] = ()
+    ) -> list[str]:
+        """The ids of its outputs. items: digests."""
         eos = () if beam.ignore_eos else (EOS,)
         room = self.max_model_len - len(prompt)
         params = beam.step.replace(eos_token_ids=eos, max_tokens=min(beam.max_tokens, room))
         ids = sequence_ids(request_id, beam.beam_width)
         group = request_id if len(ids) > 1 else ""
-        self.core.add(EngineRequest(ids[0], prompt, params, self.now, 0, "", "", group, beam))
+        self.core.add(EngineRequest(ids[0], prompt, params, self.now, 0, "", "", group, beam, **beside(items)))
         self.tokens.update({req_id: [] for req_id in ids})
         return ids
 
@@ -295,3 +345,9 @@ class FakeEngine:
                 return self.tokens
             self.step()
         raise AssertionError(f"{len(self.core._live)} requests are not done after {max_steps} steps")
+
+
+def beside(items: Sequence[str]) -> dict[str, Any]:
+    """Fields of a request: items of its first token, by their digests."""
+    contents = {digest: digest.encode() for digest in items}
+    return {"items": tuple(Item(0, 1, digest) for digest in items), "contents": contents}

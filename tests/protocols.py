@@ -19,6 +19,7 @@ from minivllm.attention.state_cpu import StateCPU
 from minivllm.attention.triton import TritonAttention
 from minivllm.engine.build.cluster import PolicyRouter
 from minivllm.engine.client import EngineClient, InprocClient, LinkClient
+from minivllm.engine.contents import Tells
 from minivllm.engine.core import EngineCore, Observer
 from minivllm.engine.link import Link, ThreadLink
 from minivllm.engine.process_link import ProcessLink
@@ -107,6 +108,7 @@ handing_over: list[type[KVManager]] = [SendingKV, ReceivingKV, StoredSendingKV] 
 prefix_indexes: list[type[PrefixIndex]] = [NoPrefix, HashPrefix, RadixPrefix]
 swap_policies: list[type[SwapPolicy]] = [Recompute, Swap, Auto]
 
+tellers: list[type[Tells]] = [UniExecutor, BackgroundExecutor]
 executors: list[type[Executor]] = [UniExecutor, BackgroundExecutor, TimelineExecutor, PipelineExecutor]
 observers: list[type[Observer]] = [Reporter, TraceRecorder, RecentSteps]
 clients: list[type[EngineClient]] = [InprocClient, LinkClient]

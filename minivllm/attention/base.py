@@ -190,7 +190,7 @@ class CrossBackend(Protocol):
         """batch.encoded says which slot each request reads."""
         ...
 
-    def forward(self, q: Tensor, kv: Tensor, meta: Any, layer: AttentionSpec, out: Tensor) -> None:
-        """Attend q [T, heads, head_size] to all positions of its request's slot, into out. kv [slots, 2 (K, V),
+    def forward(self, q: Tensor, kv: dict[int, Tensor], meta: Any, layer: AttentionSpec, out: Tensor) -> None:
+        """Attend q [T, heads, head_size] to all positions of its request's slot, into out. kv: by slot, [2 (K, V),
         kv_heads, positions, head_size]."""
         ...

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from minivllm.engine.contents import Contents
 from minivllm.errors import EngineDead, is_no_memory
 from minivllm.executor.base import Executor
 from minivllm.plan import NO_MEMORY, AsyncOutput, Delta, StepOutput, StepPlan
@@ -112,6 +113,7 @@ class EngineCore:
         self.overlap = overlap
         self.stats = EngineStats()
         self.plan: StepPlan | None = None  # the newest
+        self._contents = Contents(executor)
         self._live: set[str] = set()  # order never matters: only asked whether it is empty or holds an id
         self._in_flight: deque[tuple[StepPlan, AsyncOutput[StepOutput]]] = deque()
         self._num_idle = 0
@@ -128,6 +130,7 @@ class EngineCore:
     def add(self, er: EngineRequest) -> None:
         """Raises BadRequest (NeverFits) and takes nothing, if the request can never run."""
         self.scheduler.add(Request.make(er))
+        self._contents.take(er)
         self._live.add(er.id)
         self.stats.prompt_tokens += len(er.prompt_token_ids)
         for observer in self.observers:
@@ -138,6 +141,7 @@ class EngineCore:
             if req_id in self._live:
                 self._live.discard(req_id)
                 self.scheduler.abort(req_id)
+                self._contents.drop([req_id])
                 for observer in self.observers:
                     observer.on_abort(req_id)
 
@@ -184,7 +188,9 @@ class EngineCore:
     def _observe(self, plan: StepPlan, out: StepOutput, deltas: list[Delta], begin, planned, executed) -> None:
         """The times are this loop's, back to back: with an overlap `schedule` is what planning a later step took
         meanwhile, and `execute` how long the loop waited."""
-        self._live.difference_update(delta.req_id for delta in deltas if delta.finish_reason is not None)
+        ended = [delta.req_id for delta in deltas if delta.finish_reason is not None]
+        self._live.difference_update(ended)
+        self._contents.drop(ended)
         self._num_idle = 0 if plan.num_tokens else self._num_idle + 1
         if self._num_idle > MAX_IDLE_STEPS and self._live:
             raise EngineDead(f"{len(self._live)} requests wait and none has run for {MAX_IDLE_STEPS} steps")

@@ -20,6 +20,7 @@ when that plan's forward begins (`hold_until_forwards`):
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from minivllm.executor.base import Executor
 from minivllm.plan import AsyncOutput, StepOutput, StepPlan
 
 POLL_SECONDS = 20e-6
+
+logger = logging.getLogger("minivllm")
 
 
 class StepLost(Exception):
@@ -76,6 +79,16 @@ class BackgroundExecutor:
         """Behind all steps that were submitted before."""
         assert self.inner is not None, "shut down"
         return self._thread.submit(self.inner.call, method, *args).result()
+
+    def tell(self, method: str, *args: Any) -> None:
+        assert self.inner is not None, "shut down"
+        self._thread.submit(self._tell, self.inner, method, *args)
+
+    def _tell(self, inner: Executor, method: str, *args: Any) -> None:
+        try:
+            inner.tell(method, *args)
+        except Exception:  # a step that needs what it should have done says so to its requests
+            logger.exception("a worker could not do %s", method)
 
     def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         future: Future[StepOutput] = Future()

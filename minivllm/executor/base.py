@@ -12,6 +12,10 @@ class Executor(Protocol):
         """Call a method of every worker; one result each."""
         ...
 
+    def tell(self, method: str, *args: Any) -> None:
+        """Have every worker call it, behind the plans that were submitted before. Nobody waits for that."""
+        ...
+
     def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         """Run a step. Plans are executed in the order of their submission. What the step raises, this call raises or
         the output's result()."""

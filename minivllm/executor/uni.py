@@ -16,6 +16,9 @@ class UniExecutor:
     def call(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
 
+    def tell(self, method: str, *args: Any) -> None:
+        self.call(method, *args)
+
     def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         out = self.worker.execute(plan)
         return out if isinstance(out, AsyncOutput) else AsyncOutput.ready(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,6 +32,13 @@ class Sizes:
     num_blocks: int
     num_host_blocks: int
     max_model_len: int
+
+
+class Slots(NamedTuple):
+    """Places for what an encoder makes of a request's item, and the bytes of all of them."""
+
+    count: int
+    num_bytes: int
 
 
 class KVSpec(Protocol):
@@ -184,6 +191,38 @@ def size_pool(
             "Set kv.memory, or free memory"
         )
     return num_blocks, _decision(num_blocks, per_block, reason)
+
+
+def size_slots(
+    config: EngineConfig,
+    spec: KVSpec,
+    groups: KVGroups,
+    device: Place,
+    max_model_len: int,
+    forwards: int,
+    slot_bytes: int,
+    free: int | None = None,
+) -> Slots:
+    """Of a model with an encoder: one for each request, or as many as there is memory for beside the blocks of as many
+    requests of max_model_len tokens; beside a configured pool, in the same share of the rest. Others as above."""
+    kv = config.kv
+    free = free_memory(device) // config.engine.replicas if free is None else free
+    fraction = FRACTIONS[device.type] if kv.memory_fraction is None else kv.memory_fraction
+    rows, most_new = config.scheduler.max_num_seqs, budget_of(config, max_model_len)
+    of_request = spec.bytes_per_block * groups.most_blocks(max_model_len, kv.block_size, most_new)
+    if kv.num_blocks is not None:
+        room, each = fraction * (free - forwards - kv.num_blocks * spec.bytes_per_block), slot_bytes
+    elif kv.memory is not None:
+        room, each = fraction * (free - forwards - min(parse_size(kv.memory), rows * of_request)), slot_bytes
+    else:
+        room, each = min(fraction * free, free - forwards), slot_bytes + of_request
+    count = min(rows, int(room // each))
+    if count < 1:
+        raise ConfigError(
+            f"no room for an encoder's output: K and V that are made of it take {format_size(slot_bytes)}, and "
+            f"{format_size(free)} are free. Free memory, or lower kv.memory or kv.num_blocks"
+        )
+    return Slots(count, count * slot_bytes)
 
 
 def _decision(num_blocks: int, per_block: int, reason: str) -> Decision:

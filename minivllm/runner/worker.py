@@ -58,6 +58,13 @@ class Worker:
         self.decisions.note("kv.preemption", "auto", reason)
         return costs
 
+    def hold_item(self, digest: str, content: bytes) -> None:
+        """What an item holds, of which plans will say the digest."""
+        self.runner.model_state.contents[digest] = content
+
+    def drop_item(self, digest: str) -> None:
+        del self.runner.model_state.contents[digest]
+
     def load_adapter(self, key: str, path: str) -> int:
         """The adapter's rank. Raises AdapterError."""
         return self.runner.adapters.load(key, path)

@@ -15,7 +15,7 @@ request that is preempted or aborted had in flight, is dropped when it lands; pr
 
 Its parts: limits.py (who can never be served), in_flight.py, drafts.py, finish.py (tokens become deltas and ends),
 membership.py (whom the workers hear of), items.py (what
-stands in prompts in the place of tokens). None knows of another, or of the queues.
+stands in prompts in the place of tokens, and comes and goes with these). None knows of the others, or of the queues.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from minivllm.scheduler.finish import failed, take_prompt_logprobs, take_tokens,
 from minivllm.scheduler.in_flight import InFlight
 from minivllm.scheduler.items import HeldItems
 from minivllm.scheduler.limits import Limits
-from minivllm.scheduler.membership import Membership, join_of
+from minivllm.scheduler.membership import Membership
 from minivllm.scheduler.policy import FCFS, Policy
 
 _order = attrgetter("order")
@@ -64,9 +64,9 @@ class SchedulerBase:
         self.waiting: list[Request] = []  # in reverse service order: the next one is at the end
         self._held: list[Request] = []  # taken out of `waiting` until the next plan is made
         self._num_preempted = 0  # since the last plan
-        self.members = Membership()
+        self.items = HeldItems(limits.max_new_items, limits.max_items)
+        self.members = Membership(self.items)
         self.in_flight = InFlight()
-        self._items = HeldItems()
         self._num_added = 0
         self._num_steps = 0
 
@@ -132,6 +132,8 @@ class SchedulerBase:
         self.waiting = [req for req in self.waiting if req.id not in held]
 
     def let_in(self, req: Request, at_cost_of: Sequence[Request] = ()) -> None:
+        if not self.items.is_within_step(req):
+            return  # it waits for the next step, whoever gives way
         victims = iter(at_cost_of)
         while not self._gets_in(req) and (victim := next(victims, None)) is not None:
             self._preempt_all([victim])
@@ -139,7 +141,7 @@ class SchedulerBase:
     def _gets_in(self, req: Request) -> bool:
         """Where a prompt may not be cut, room is all that it gets: schedule() will admit it."""
         usage, num_new = self.kv.usage, req.num_tokens - self.kv.lookup(req)
-        if len(self.running) >= self.limits.max_num_seqs:
+        if len(self.running) >= self.limits.max_num_seqs or not self.items.has_room(req):
             return False
         if not self.chunked_prefill or req.num_preemptions:
             return usage.num_free * usage.block_size >= num_new * usage.num_groups
@@ -245,6 +247,8 @@ class SchedulerBase:
         """Move a waiting request to `running` and into the plan, if there is room. num_found: what lookup() said."""
         if self.running and not self.admission.admits(req, new_tokens, self.running, self.kv.usage):
             return False
+        if not (self.items.has_room(req) and self.items.is_within_step(req)):
+            return False
         blocks = self.kv.allocate(req, new_tokens)
         if blocks is None:
             return False
@@ -257,7 +261,7 @@ class SchedulerBase:
             req.num_cached_tokens = num_found
         plan.stats.prefix_queries += req.num_tokens
         plan.stats.prefix_hits += num_found
-        plan.joins.append(join_of(req))
+        self.members.enter(plan, req)
         plan.num_tokens[req.id] = new_tokens
         plan.start[req.id] = num_found
         req.num_in_flight = num_found + new_tokens  # what was found is taken for computed by update() too
@@ -270,8 +274,6 @@ class SchedulerBase:
             self.waiting = sorted((*self.waiting, *self._held), key=_order, reverse=True)
             self._held = []
         self.members.drain(plan)
-        if plan.joins or plan.leaves:
-            self._items.fill(plan, self.requests)
         self.kv.moves.drain(plan)
         total = plan.total_tokens
         stats = plan.stats  # its other fields were counted while planning
@@ -340,8 +342,7 @@ class SchedulerBase:
 
     def _take_back(self, plan: StepPlan, req_ids: Sequence[str]) -> None:
         """Nothing of a plan has run: `req_ids`, and whoever was to enter with no token to compute, begin anew."""
-        self.members.leave_again(plan.leaves)
-        self._items.take_back(plan)
+        self.members.take_back(plan)
         only_joined = [join.req_id for join in plan.joins if join.req_id not in plan.num_tokens]
         for req_id in (*req_ids, *only_joined):
             req = self.requests.get(req_id)
@@ -352,7 +353,7 @@ class SchedulerBase:
 
     def check(self) -> None:
         self.kv.check()
-        self._items.check()
+        self.items.check()
         running, waiting = [r.order for r in self.running], [r.order for r in self.waiting]
         assert running == sorted(running) and waiting == sorted(waiting, reverse=True), "a queue is out of order"
         all_queued = [r.id for r in (*self.running, *self.waiting, *self._held)]

@@ -57,7 +57,6 @@ class Group:
             group=root.group,
             client=root.client,
             items=root.items,
-            contents=root.contents,
             order=(*root.order, self.num_forks),
         )
 

@@ -14,6 +14,8 @@ class Limits:
     max_num_batched_tokens: int  # tokens in a step: the budget
     max_model_len: int  # tokens of a request, output included
     kv_capacity: int  # tokens that the whole KV pool holds
+    max_new_items: int | None = None  # items that a step makes ready, but always all of one request (items.py)
+    max_items: int | None = None  # that are ready at once
 
     def check_fits(self, req: Request, chunked_prefill: bool) -> None:
         """Raises NeverFits for a request that no amount of waiting can serve."""

@@ -51,7 +51,7 @@ class StaticScheduler(SchedulerBase):
             req = self.waiting[-1]
             num_found = self.kv.lookup(req)
             new_tokens = req.num_tokens - num_found
-            if new_tokens > budget:
+            if new_tokens > budget or not self.items.is_within_step(req):
                 return  # the next step goes on here, before anybody decodes
             if not self._try_admit(plan, req, num_found, new_tokens):
                 break

@@ -75,6 +75,9 @@ class PipelineExecutor:
     def call(self, method: str, *args: Any) -> list[Any]:
         return [getattr(stage.worker, method)(*args) for stage in self.stages]
 
+    def tell(self, method: str, *args: Any) -> None:
+        self.call(method, *args)
+
     def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         clock, seconds, out = self._clock, [], StepOutput()
         for worker, stopwatch in self.stages:

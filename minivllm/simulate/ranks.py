@@ -102,6 +102,9 @@ class RankExecutor:
     def call(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
 
+    def tell(self, method: str, *args: Any) -> None:
+        self.call(method, *args)
+
     def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         clock, group = self._clock, self.group
         self._stopwatch.now = 0.0

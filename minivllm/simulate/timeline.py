@@ -49,6 +49,9 @@ class TimelineExecutor:
     def call(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
 
+    def tell(self, method: str, *args: Any) -> None:
+        self.call(method, *args)
+
     def submit(self, plan: StepPlan) -> AsyncOutput[StepOutput]:
         clock, stopwatch = self._clock, self._stopwatch
         clock.now += self._host.seconds(len(plan.num_tokens))

@@ -9,7 +9,7 @@ from conformance.cover import all_pairs, label, singles
 from fakes import FakeEngine, beam_oracle, oracle
 
 from minivllm.errors import NeverFits
-from minivllm.features import CONFLICTS, FEATURES
+from minivllm.features import CONFLICTS, FEATURES, Feature
 from minivllm.request import BeamSearchParams
 
 # The fake model has its own.
@@ -28,41 +28,43 @@ DATA_PLANE = [
     "router",
     "structured",
 ]
-AXES = [feature for feature in FEATURES if feature.name not in DATA_PLANE]
+BUDGETS = Feature("encoder_budget", "scheduler.encoder_budget", (None, 2, 10**6), None, "of one item, several, all")
+AXES = [*(feature for feature in FEATURES if feature.name not in DATA_PLANE), BUDGETS]
 
 
 def workload(engine: FakeEngine, seed: int, num_requests: int = 30) -> dict[str, list[int]]:
-    """Random arrivals and aborts, shared beginnings. Returns what must come out of the requests that were not
-    aborted."""
-    rng = random.Random(seed)
+    """Random arrivals and aborts, shared beginnings, items that several have. Returns what must come out of those that
+    were not aborted."""
+    rng, of_items = random.Random(seed), random.Random(seed)
     shared = [rng.randrange(100) for _ in range(13)]
     wanted, arrivals = {}, []
     for i in range(num_requests):
         prompt = shared[: rng.randrange(14)] + [rng.randrange(100) for _ in range(rng.choice((1, 2, 4, 7, 20)))]
         params = {"max_tokens": rng.choice((1, 2, 7, 30)), "min_tokens": rng.choice((0, 0, 1))}
         at, abort, priority = rng.randrange(40), rng.random() < 0.15, rng.randrange(3)
+        items = of_items.choices("abcdef", k=of_items.randrange(2))
         if rng.random() < 0.2:
             beam = BeamSearchParams(
                 beam_width=rng.choice((1, 2, 3)), max_tokens=params["max_tokens"], early_stopping=abort
             )
-            arrivals.append((at, f"r{i}", prompt, beam, abort, 0, "", ""))
+            arrivals.append((at, f"r{i}", prompt, beam, abort, 0, "", "", items))
             continue
         adapter = rng.choice(("", "a", "bb", "ccc")) if engine.config.lora.enabled else ""
         group = f"r{i}" if rng.random() < 0.3 and len(prompt) < 14 else ""
         for child in range(3 if group else 1):
-            arrivals.append((at, f"r{i}#{child}", prompt, params, abort, priority, group, adapter))
+            arrivals.append((at, f"r{i}#{child}", prompt, params, abort, priority, group, adapter, items))
     aborts = []
     for step in range(2000):
-        for _, req_id, prompt, params, abort, priority, group, adapter in (a for a in arrivals if a[0] == step):
+        for _, req_id, prompt, params, abort, priority, group, adapter, items in (a for a in arrivals if a[0] == step):
             try:
                 if isinstance(params, BeamSearchParams):
-                    ids = engine.add_beams(req_id, prompt, params)
+                    ids = engine.add_beams(req_id, prompt, params, items)
                     wanted.update(zip(ids, beam_oracle(prompt, params, engine.max_model_len), strict=True))
                     if abort:
                         aborts.append((step + rng.randrange(6), ids))
                     continue
                 of_request = {"priority": priority, "group": group, "adapter": adapter, "cache_salt": salt_of(req_id)}
-                of_request["client"] = "abc"[priority]
+                of_request |= {"client": "abc"[priority], "items": items}
                 sampling = engine.add(req_id, prompt, **of_request, **params)
             except NeverFits:
                 together = group or isinstance(params, BeamSearchParams)
@@ -106,10 +108,15 @@ def num_blocks_of(engine: FakeEngine) -> int:
 
 def assert_conforms(num_blocks: int, config: dict, seed: int = 0) -> None:
     config = {"lora.max_loras": 2, **config}  # fewer than the workload has adapters, where it has any
-    engine = FakeEngine(num_blocks, max_model_len=min(80, num_blocks * config.get("kv.block_size", 4)), **config)
+    longest, item_slots = min(80, num_blocks * config.get("kv.block_size", 4)), 3 if num_blocks < 100 else None
+    engine = FakeEngine(num_blocks, max_model_len=longest, item_slots=item_slots, **config)
     wanted = workload(engine, seed)
     assert {req_id: engine.tokens[req_id] for req_id in wanted} == wanted
     assert engine.kv.usage.num_free == num_blocks
+    engine.step()
+    items = engine.worker.items
+    assert not items.ready and not items.contents and any(items.num_encoded)
+    assert items.most <= (item_slots or items.most) and max(items.num_encoded) <= (engine.limits.max_new_items or 0)
 
 
 @pytest.mark.parametrize("num_blocks", [20, 10_000])

@@ -258,6 +258,20 @@ def test_the_background_executor_runs_steps_while_the_next_is_planned_and_calls_
     core.shutdown(), core.shutdown()
 
 
+def test_what_a_worker_is_told_it_does_in_its_turn_and_nobody_waits_for_it(caplog):
+    slow = SlowWorker(FakeEngine().worker)
+    executor = BackgroundExecutor(lambda: UniExecutor(lambda: slow))
+    step = executor.submit(StepPlan(0))
+    executor.tell("note"), executor.tell("unknown"), executor.tell("note")
+    assert slow.calls == []
+    slow.gate.release()
+    assert step.result() == StepOutput()
+    executor.call("note")
+    assert slow.calls == [0, "note", "note", "note"]
+    assert "a worker could not do unknown" in caplog.text
+    executor.shutdown()
+
+
 class Telling:
     """A worker whose forwards begin and end when they are let, and fail where they are told to."""
 

@@ -28,16 +28,19 @@ class EngineMachine(RuleBasedStateMachine):
                 "engine.overlap": st.sampled_from((1, 1, 2)),
                 # for the fake: no drafts, drafts, and drafts with lookahead
                 "spec_decode.method": st.sampled_from(("none", "ngram", "draft")),
+                "scheduler.encoder_budget": st.sampled_from((None, 2, 1000)),
             }
         ),
+        item_slots=st.sampled_from((None, 1, 3)),
     )
-    def start(self, num_blocks, kind, budget, windows, options):
+    def start(self, num_blocks, kind, budget, windows, options, item_slots):
         if options["engine.overlap"] > 1:
             options |= {"kv.preemption": "recompute", "spec_decode.method": "none"}
         self.engine = FakeEngine(
             num_blocks,
             max_model_len=40,
             windows=windows,
+            item_slots=item_slots,
             **{
                 **options,
                 "scheduler.kind": kind,
@@ -54,14 +57,15 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 15),
         priority=st.integers(0, 2),
         num_sequences=st.sampled_from((1, 1, 3)),
+        items=st.sampled_from(("", "a", "b", "c", "d", "e")),
     )
-    def add(self, prompt, max_tokens, priority, num_sequences):
+    def add(self, prompt, max_tokens, priority, num_sequences, items):
         group = f"g{self.num_added}" if num_sequences > 1 else ""
         for _ in range(num_sequences):
             req_id = str(self.num_added)
             self.num_added += 1
             try:
-                whose = {"priority": priority, "client": str(priority), "group": group}
+                whose = {"priority": priority, "client": str(priority), "group": group, "items": items}
                 params = self.engine.add(req_id, prompt, **whose, max_tokens=max_tokens)
             except NeverFits:
                 # Three sequences may be too large together.
@@ -74,13 +78,14 @@ class EngineMachine(RuleBasedStateMachine):
         width=st.integers(1, 3),
         max_tokens=st.integers(1, 9),
         early_stopping=st.booleans(),
+        items=st.sampled_from(("", "a", "f")),
     )
-    def search(self, prompt, width, max_tokens, early_stopping):
+    def search(self, prompt, width, max_tokens, early_stopping, items):
         beam = BeamSearchParams(beam_width=width, max_tokens=max_tokens, early_stopping=early_stopping)
         request_id = str(self.num_added)
         self.num_added += 1
         try:
-            ids = self.engine.add_beams(request_id, prompt, beam)
+            ids = self.engine.add_beams(request_id, prompt, beam, items)
         except NeverFits:
             assert width > 1
         else:
@@ -116,6 +121,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert {req_id: self.engine.tokens[req_id] for req_id in self.wanted} == self.wanted
             self.engine.step()
             assert not self.engine.worker.rows.of
+            items, limits = self.engine.worker.items, self.engine.limits
+            assert not items.contents and not items.ready
+            assert max(items.num_encoded) <= limits.max_new_items and items.most <= (limits.max_items or items.most)
             assert self.engine.kv.usage.num_free == self.engine.kv.usage.num_total
 
 

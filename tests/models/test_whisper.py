@@ -16,7 +16,7 @@ from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from minivllm import LLM
 from minivllm.attention.base import kv_spec
-from minivllm.attention.cross import CrossReference, slots_shape
+from minivllm.attention.cross import CrossReference, slot_shape
 from minivllm.attention.groups import make_backend
 from minivllm.attention.reference import ReferenceAttention
 from minivllm.compile.context import ForwardContext, forward_context
@@ -46,8 +46,10 @@ def logits_of(
     layers, batch = model.attention_layers, DummyBatches(0, 64, 64).make(len(TOKENS))
     own = [layer for layer in layers if layer.cross is None]
     backend = make_backend(ReferenceAttention, layers, kv_spec(own, 64, dtype), 1, CPU, None, CrossReference)
-    caches = [
-        torch.zeros(backend.kv_shape(1) if layer.cross is None else slots_shape(layer, 1), dtype=dtype)
+    caches: list[Any] = [
+        torch.zeros(backend.kv_shape(1), dtype=dtype)
+        if layer.cross is None
+        else {0: torch.zeros(slot_shape(layer), dtype=dtype)}
         for layer in layers
     ]
     with torch.inference_mode():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +50,8 @@ def test_vectors_stand_at_their_positions_in_whatever_pieces_a_prompt_comes(seed
     contents = {"a": given[0].numpy(), "b": given[1].numpy()}
     for row, places in items.items():
         ours = tuple(Item(offset, length, f"{name}{length}") for offset, length, name in places)
-        plan = StepPlan(0, encode=[(item.digest, contents[item.digest[0]][: item.length].tobytes()) for item in ours])
-        state.encode(plan)
+        state.contents |= {item.digest: contents[item.digest[0]][: item.length].tobytes() for item in ours}
+        state.encode(StepPlan(0, encode=[item.digest for item in ours]))
         state.join(row, Join(str(row), [0] * 30, 30, SamplingParams(), items=ours))
     done = dict.fromkeys((0, 3, 5), 0)
     while any(num < 30 for num in done.values()):
@@ -136,14 +138,15 @@ class Doubles:
         return [(1, x), (2, 2 * x)]
 
 
-def test_an_encoders_output_has_a_slot_while_a_request_names_it():
-    model, caches = Doubles(), [torch.zeros(1), *(torch.zeros(2, 2, 1, 3, 1) for _ in range(2))]
+def test_an_encoders_output_has_a_slot_and_memory_while_a_request_names_it():
+    model, caches = Doubles(), [torch.zeros(1), *({0: torch.zeros(2, 1, 3, 1)} for _ in range(2))]
     state = make_state(model, WIDTH, torch.float32, CPU, caches)
-    contents = {name: np.full(6, number, np.float32).tobytes() for number, name in enumerate("abcd", start=1)}
+    state.contents |= {name: np.full(6, number, np.float32).tobytes() for number, name in enumerate("abcd", start=1)}
 
     def take(encode: str = "", forget: str = "", **joins: str) -> None:
         """encode, forget: digests; joins: {row: digest}."""
-        state.encode(StepPlan(0, encode=[(name, contents[name]) for name in encode], forget=list(forget)))
+        state.encode(StepPlan(0, encode=list(encode), forget=list(forget)))
+        assert all(cache.keys() == {0, *state._slots.values()} for cache in caches[1:])
         for row, digest in joins.items():
             item = Item(0, 1, digest)
             state.join(int(row[1:]), Join(row, [0], 1, SamplingParams(), items=(item,)))
@@ -166,6 +169,51 @@ def test_an_encoders_output_has_a_slot_while_a_request_names_it():
     take(encode="a", r0="a")
     assert read(1, 0) == [4, 1, 8, 2]
     assert len(read(*range(40))) == 80  # a dummy batch may have more rows than there are
+
+
+class Fails(Doubles):
+    """Now and then, behind the first cross layer."""
+
+    def __init__(self, draw: Random):
+        self.draw = draw
+
+    def encode(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        yield 1, x
+        if self.draw.random() < 0.2:
+            raise MemoryError
+        yield 2, 2 * x
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_comes_goes_and_fails_items_keep_their_numbers_and_nothing_stays(seed):
+    draw = Random(seed)
+    caches: list[Any] = [torch.zeros(1), *({0: torch.zeros(2, 1, 3, 1)} for _ in range(2))]
+    state = make_state(Fails(draw), WIDTH, torch.float32, CPU, caches)
+    state.contents |= {name: np.full(6, ord(name), np.float32).tobytes() for name in "abcdefgh"}
+    held: dict[str, int] = {}  # by digest, its row
+    for _ in range(300):
+        left = draw.sample(sorted(held), draw.randint(0, len(held)))
+        rest = sorted(set(state.contents) - held.keys())
+        comes = draw.sample(rest, draw.randint(0, min(3, len(rest))))
+        for name in left:
+            state.leave(held.pop(name))
+        while True:  # tried again until it passes
+            try:
+                state.encode(StepPlan(0, encode=comes, forget=left))
+            except MemoryError:
+                continue
+            break
+        for name in comes:
+            held[name] = draw.choice(sorted(set(range(8)) - set(held.values())))
+            state.join(held[name], Join(name, [0], 1, SamplingParams(), items=(Item(0, 1, name),)))
+        batch = batch_of([(row, 0, 1) for row in held.values()] or [(9, 0, 1)])
+        state.prepare(batch)
+        for name, slot in zip(held, batch.encoded.tolist(), strict=False):
+            assert caches[1][slot].unique().tolist() == [ord(name)] and caches[2][slot].unique().tolist() == [
+                2 * ord(name)
+            ]
+    state.encode(StepPlan(0, forget=list(held)))
+    assert [list(cache) for cache in caches[1:]] == [[0], [0]] and sorted(state._free)[0] == 0
 
 
 @torch.inference_mode()

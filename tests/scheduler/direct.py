@@ -9,7 +9,7 @@ from minivllm.request import Request, SamplingParams
 from minivllm.scheduler.base import Limits, SchedulerBase
 from minivllm.scheduler.unified import UnifiedScheduler
 
-OF_REQUEST = ("arrival_time", "priority", "adapter", "cache_salt", "group", "pooling", "items", "contents")
+OF_REQUEST = ("arrival_time", "priority", "adapter", "cache_salt", "group", "pooling", "items")
 
 
 def scheduler_of(

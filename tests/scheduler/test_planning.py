@@ -80,11 +80,11 @@ def test_a_join_is_all_that_a_worker_must_know_of_a_request():
 
 def test_what_stands_in_a_prompt_comes_with_whoever_joins_and_goes_with_whoever_leaves():
     scheduler = scheduler_of()
-    picture = {"items": (Item(1, 2, "cat"),), "contents": {"cat": b"pixels"}}
-    scheduler.add(request("a", 6, max_tokens=1, **picture))
+    picture = (Item(1, 2, "cat"),)
+    scheduler.add(request("a", 6, max_tokens=1, items=picture))
     plans = [plan_and_update(scheduler)[0] for _ in range(2)]
-    assert plans[0].joins[0].items == picture["items"]
-    assert [(plan.encode, plan.forget) for plan in plans] == [([("cat", b"pixels")], []), ([], ["cat"])]
+    assert plans[0].joins[0].items == picture
+    assert [(plan.encode, plan.forget) for plan in plans] == [(["cat"], []), ([], ["cat"])]
 
 
 def test_those_preempted_between_two_plans_are_counted_in_the_next_one_beside_its_own():

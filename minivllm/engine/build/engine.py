@@ -21,6 +21,7 @@ from minivllm.engine.live import LiveView
 from minivllm.errors import ConfigError
 from minivllm.executor.background import BackgroundExecutor
 from minivllm.executor.base import Executor
+from minivllm.facts import WorkerFacts
 from minivllm.kernels.cpu.memory import in_huge_pages
 from minivllm.kv.base import KVManager
 from minivllm.kv.none import NoKV
@@ -125,6 +126,8 @@ def build_over(
         max_num_batched_tokens=facts.max_num_batched_tokens,
         max_model_len=max_model_len + facts.num_ends,
         kv_capacity=kv.capacity,
+        max_new_items=_items_per_step(config, facts),
+        max_items=facts.encoder_slots or None,
     )
     scheduler = build_scheduler(config, kv, limits, facts.lookahead, facts.keeps_kv)
     base = scheduler.base
@@ -156,6 +159,19 @@ def build_over(
         grammars=build_grammars(config, Path(facts.tokenizer_dir), facts.info["vocab_size"]),
         live=LiveView(core, base),
     )
+
+
+def _items_per_step(config: EngineConfig, facts: WorkerFacts) -> int | None:
+    """None: they cost nothing. One is always let in, however small the budget."""
+    budget, each = config.scheduler.encoder_budget, facts.encoder_positions
+    if not each:
+        if budget is not None:
+            raise ConfigError(f"scheduler.encoder_budget={budget}, but {facts.model_name} has no encoder: leave it out")
+        return None
+    count = max(1, (budget or each) // each)
+    reason = f"{count} item{'s' * (count > 1)} of {each} positions in a step"
+    facts.decisions.append(Decision("scheduler.encoder_budget", budget or each, reason))
+    return count
 
 
 def _fit_length(config: EngineConfig, max_model_len: int, kv: KVManager, decisions: list[Decision]) -> int:

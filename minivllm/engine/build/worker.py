@@ -8,14 +8,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from minivllm import features
 from minivllm.attention.base import AttentionBackend, AttentionSpec, CrossBackend, KVSpec, StateBackend, kv_spec
-from minivllm.attention.cross import slots_shape
+from minivllm.attention.cross import FIRST_SLOT, slot_shape
 from minivllm.attention.groups import in_groups, make_backend
 from minivllm.attention.select import backend_beside, check_alike, is_latent
 from minivllm.attention.select import choose as choose_attention
@@ -44,7 +44,7 @@ from minivllm.runner.forward_graphs import Graphed, Setting
 from minivllm.runner.head_sampling import SamplingHead
 from minivllm.runner.inputs import InputBuilder, Rows
 from minivllm.runner.inputs_place import place_inputs
-from minivllm.runner.memory import Sizes, format_size, host_cache, size_memory, zeros
+from minivllm.runner.memory import Sizes, Slots, format_size, host_cache, size_memory, size_slots, zeros
 from minivllm.runner.model_state import make_state
 from minivllm.runner.platform import choose_device, choose_dtype, choose_threads
 from minivllm.runner.profile_run import peak_of, profile_run
@@ -93,7 +93,9 @@ class WorkerBuilder:
         kv_spec = replace(self._kv_spec(layers), num_layers=groups.num_tensors, beside=recipe.bytes_per_block)
         self._rotate_in_kernel(loaded.model, backend_class)
         forwards = peak_of(lambda: self.profile_run(loaded, backend_class, kv_spec), self.device)
-        forwards += gpu_bytes_beside(config.runner.compile, self.device) + self._bytes_encoded(layers)
+        forwards += gpu_bytes_beside(config.runner.compile, self.device)
+        slots = self._encoder_slots(layers, kv_spec, loaded, forwards)
+        forwards += slots.num_bytes
         sizes, decisions = size_memory(config, kv_spec, groups, self.device, loaded.spec.max_position, forwards)
         self.decisions += decisions
         backend = self._make_backend(backend_class, layers, kv_spec, sizes.num_blocks + 1)
@@ -103,7 +105,8 @@ class WorkerBuilder:
         worker = self.kind(runner, dummies, self.decisions, *([DraftsAhead] if self.speculates_ahead else []))
         self._warm_up(worker)
         self._measure(worker, loaded, backend)
-        worker.known = self._facts(loaded, name, sizes, runner, time.perf_counter() - begin)
+        facts = self._facts(loaded, name, sizes, runner, time.perf_counter() - begin)
+        worker.known = replace(facts, encoder_positions=loaded.spec.num_source, encoder_slots=slots.count)
         return worker
 
     @property
@@ -172,14 +175,18 @@ class WorkerBuilder:
         self.decisions.note("kv.block_size", size, f"a block holds a layer's recurrent state, which takes {takes}")
         return self.config.override({"kv.block_size": size})
 
-    def _bytes_encoded(self, layers: list[AttentionSpec]) -> int:
-        """Of what layers of cross attention read, as much as all requests together can have."""
-        rows = self.config.scheduler.max_num_seqs
-        sizes = [prod(slots_shape(layer, 1)) * self.dtype.itemsize for layer in layers if layer.cross is not None]
-        if sizes:
-            room = f"each has room for K and V of an encoder's output, {format_size(sum(sizes))}"
-            self.decisions.note("scheduler.max_num_seqs", rows, f"as configured; {room}")
-        return rows * sum(sizes)
+    def _encoder_slots(self, layers: list[AttentionSpec], spec: KVSpec, loaded: LoadedModel, forwards: int) -> Slots:
+        """How many encoder outputs there may be at once; no memory is taken for them but for the first one."""
+        each = sum(prod(slot_shape(layer)) * self.dtype.itemsize for layer in layers if layer.cross is not None)
+        if not each:
+            return Slots(0, 0)
+        longest = self.config.model.max_model_len or loaded.spec.max_position
+        slots = size_slots(self.config, spec, self.groups, self.device, longest, forwards, each)
+        told = (
+            f"as configured; {slots.count} at once may have an encoder's output, {format_size(each)} each when it comes"
+        )
+        self.decisions.note("scheduler.max_num_seqs", self.config.scheduler.max_num_seqs, told)
+        return slots
 
     def make_groups(self, layers: list[AttentionSpec], recipe: Recipe) -> KVGroups:
         return choose_groups(self.config, [layer.kind for layer in layers], recipe.own is not None, self.decisions)
@@ -245,7 +252,7 @@ class WorkerBuilder:
         graphed, most = self._forward(loaded.model, attention, sizes), budget_of(self.config, longest)
         with nullcontext(self.make_inputs(sizes)):  # its tables may take the device's memory, beside the forwards
             tensors = [zeros(attention.kv_shape(1), spec.dtype, self.device) for _ in range(self.groups.num_tensors)]
-            profile_run(loaded.model, graphed, self._caches(layers, tensors, 1), sizes, most)
+            profile_run(loaded.model, graphed, self._caches(layers, tensors), sizes, most)
 
     # -------------------------------------------------------------------------------------------------------- runner
 
@@ -254,7 +261,7 @@ class WorkerBuilder:
         # One spare block takes the K and V of padding tokens.
         shape = backend.kv_shape(sizes.num_blocks + 1)
         tensors = [zeros(shape, kv_dtype, self.device, config.kv.prefault) for _ in range(self.groups.num_tensors)]
-        device_caches = self._caches(model.attention_layers, tensors, config.scheduler.max_num_seqs)
+        device_caches = self._caches(model.attention_layers, tensors)
         adapters = self._adapters(loaded)  # first: a forward that is traced must see them
         inputs = self.make_inputs(self._input_sizes(sizes))
         sampler = self._sampler(loaded)
@@ -303,11 +310,11 @@ class WorkerBuilder:
             states=(sampler, prompt_logprobs, proposer, adapters, model_state),
         )
 
-    def _caches(self, layers: list[AttentionSpec], tensors: list[Tensor], num_slots: int) -> list[Tensor]:
+    def _caches(self, layers: list[AttentionSpec], tensors: list[Tensor]) -> list[Any]:
         """What each layer reads: its group's tensor or, of cross attention, slots of its own."""
         places = self.groups.places()
         return [
-            tensors[places[i][1]] if i in places else zeros(slots_shape(layer, num_slots), self.dtype, self.device)
+            tensors[places[i][1]] if i in places else {FIRST_SLOT: zeros(slot_shape(layer), self.dtype, self.device)}
             for i, layer in enumerate(layers)
         ]
 
