@@ -42,6 +42,7 @@ from minivllm.serve.protocol import (
     ChatDelta,
     ChatLogprobs,
     ChatRequest,
+    ContentPart,
     Message,
     ReasoningTokens,
     TokenLogprob,
@@ -103,12 +104,16 @@ def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
     if thought is not None:
         job.thinking, job.usage.completion_tokens_details = thought.tokens(tokenizer), ReasoningTokens()
         job.find_answer = thought.reader
-    return job, ChatShape(job.id, service, body, partial(make_answer, use, parser, thought))
+    call_id = (service.tool_parser or parser or ArrayParser).new_id
+    return job, ChatShape(job.id, service, body, partial(make_answer, use, parser, thought, call_id))
 
 
-def make_answer(use: ToolUse, parser: type[ToolParser] | None, thought: Thinking | None) -> Answer:
-    """That reads one choice: thinking first, calls in what is none."""
-    rest = PlainAnswer() if parser is None else ToolAnswer(parser(use.schemas), use.parallel)
+def make_answer(
+    use: ToolUse, parser: type[ToolParser] | None, thought: Thinking | None, call_id: Callable[[], str]
+) -> Answer:
+    """That reads one choice: thinking first, calls in what is none. call_id: makes one such as the model's chat
+    template reads, for forced calls, too."""
+    rest = PlainAnswer() if parser is None else ToolAnswer(parser(use.schemas), use.parallel, call_id)
     return rest if thought is None else thought.answer(rest)
 
 
@@ -217,10 +222,10 @@ def as_template_message(message: Message, path: str) -> dict[str, Any]:
     content = message.content if message.content is not None else message.refusal
     if isinstance(content, list):
         for i, part in enumerate(content):
-            if part.type != "text" or part.text is None:
+            if said_in(part) is None:
                 where = f"{path}.content[{i}]"
                 raise BadRequest(f'{where}: only parts of type "text", with a text, are supported', where)
-        content = [{"type": "text", "text": part.text} for part in content]
+        content = [{"type": "text", "text": said_in(part)} for part in content]
     if content is None and message.role != "assistant":
         raise BadRequest(f"{path}.content is missing", f"{path}.content")
     optional = {
@@ -231,6 +236,10 @@ def as_template_message(message: Message, path: str) -> dict[str, Any]:
         "reasoning": message.reasoning,
     }
     return {"role": message.role, "content": content} | {key: value for key, value in optional.items() if value}
+
+
+def said_in(part: ContentPart) -> str | None:
+    return {"text": part.text, "refusal": part.refusal}.get(part.type)
 
 
 def as_template_call(call: CalledTool) -> dict[str, Any]:
