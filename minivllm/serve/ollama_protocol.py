@@ -12,7 +12,7 @@ from minivllm.serve.protocol import (
     MAX_ITEMS,
     MAX_TOOLS,
     TEXT_ONLY,
-    Function,
+    AnyFunction,
     Int32,
     RequestBody,
     TokenLogprob,
@@ -98,7 +98,7 @@ class OllamaMessage(RequestBody):
 
 
 class OllamaTool(RequestBody):
-    function: Function
+    function: AnyFunction
     type: Annotated[str | None, accepted('Always "function".')] = None
     items: Annotated[Any, accepted()] = None
 

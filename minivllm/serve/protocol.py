@@ -31,6 +31,7 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 # OpenAI's limits, of its own endpoints alone; four stops are vLLM's limit too, two of temperature are not.
 Temperature = Annotated[float, Meta(le=2)]
 Stop = str | Annotated[list[str], Meta(max_length=4)]
+AnyName = Annotated[str, Meta(min_length=1, max_length=1024)]  # of a tool, where an API has no limit of its own
 
 
 NOBODY_ASKS = "nobody asks here who a user is"
@@ -219,6 +220,16 @@ class Tool(RequestBody):
     type: Literal["function"]
     function: Function
     defer_loading: Annotated[Any, refused(ALL_SHOWN, False)] = None
+
+
+class AnyFunction(Function, kw_only=True):
+    name: AnyName
+
+
+class AnyTool(Tool, kw_only=True):
+    """Of an API that sets its tools' names no limit."""
+
+    function: AnyFunction
 
 
 class FunctionName(RequestBody):
