@@ -1,7 +1,7 @@
 """Rule: limits of names and counts are each API's own: what one of them refuses, another that admits it takes.
 
-OpenAI: its specification (openapi.yaml: FunctionObject, FunctionToolParam, CustomToolParam, StopConfiguration and others).
-Anthropic: its documentation of tools. Ollama and vLLM's and llama.cpp's own endpoints have none.
+OpenAI: its specification (openapi.yaml: FunctionObject, FunctionToolParam, CustomToolParam, StopConfiguration ...).
+Anthropic: its documentation of tools. Ollama and the own endpoints of vLLM and llama.cpp have none.
 """
 
 from __future__ import annotations
