@@ -23,6 +23,7 @@ from msgspec import Struct
 from minivllm import file_keys
 from minivllm.engine import tokenizer_costs
 from minivllm.engine.chat_template import knows_tools, read_variables
+from minivllm.engine.control_texts import MarkedText
 from minivllm.engine.conversation import cut_at_mark, marked, plain_message, rendered
 from minivllm.engine.template_shapes import ContentFormat
 from minivllm.errors import BadRequest, ModelError
@@ -42,6 +43,17 @@ class _Part(NamedTuple):
     token_id: int
     text: int | None  # 0, 1; None: the special token
     is_second: bool  # of the second text, as the model is told
+
+
+class Letters:
+    """A tokenizer to which no text is a control token."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        with _no_panic():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 class TextTokenizer:
@@ -92,6 +104,8 @@ class TextTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A rendered chat template holds its special tokens already: encode it with add_special_tokens=False."""
+        if isinstance(text, MarkedText):
+            return text.controls.encode(text, self._encode(text, False))
         ids = self._encode(text, add_special_tokens).ids
         if add_special_tokens and self._bos_change:
             return [self.bos_token_id, *ids] if self._bos_change > 0 else ids[1:]
@@ -106,6 +120,21 @@ class TextTokenizer:
             if size > LONG_TEXT:
                 return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
             return self._tokenizer.encode(*given, add_special_tokens=add_special_tokens)
+
+    @property
+    def control_ids(self) -> dict[str, int]:
+        """Special tokens, by their texts."""
+        return {text: id for text, id in self.added_ids.items() if text and id in self.special_ids}
+
+    def letters(self) -> Letters:
+        """Of the same vocabulary, for pieces of a text; takes a moment to make. Raises ModelError for a tokenizer that
+        encodes a piece in another way by itself than behind others."""
+        if any(part.get("prepend_scheme") == "first" for part in _steps(self._tokenizer)):
+            why = "its tokenizer writes a blank before the first piece of a text alone"
+            raise ModelError(f"control tokens cannot be text with this model, since {why}: refuse them instead")
+        made = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        made.encode_special_tokens = True
+        return Letters(made)
 
     def bare(self, text: str) -> list[int]:
         """As one of two texts, which have their special tokens together."""
@@ -409,11 +438,15 @@ def _check(value: dict[str, Any], kind: type, path: Path) -> dict[str, Any]:
 
 def _check_costs(tokenizer: Any, path: Path) -> None:
     """Raises ModelError for a file of which a few letters could take all time or memory."""
-    steps = [_state(step) for step in (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)]
     try:
-        tokenizer_costs.check(_parts_with_type({"in": steps}))
+        tokenizer_costs.check(_steps(tokenizer))
     except tokenizer_costs.CostError as e:
         raise ModelError(f"{path} {e}: no text is safe with it") from None
+
+
+def _steps(tokenizer: Any) -> Iterator[dict[str, Any]]:
+    parts = tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder
+    return _parts_with_type({"in": [_state(part) for part in parts]})
 
 
 def _check_keys(tokenizer: Any, config: Mapping[str, Any], path: Path) -> None:

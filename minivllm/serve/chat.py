@@ -188,14 +188,21 @@ def render(body: ChatRequest, use: ToolUse, service: Service) -> str:
     if reserved := RESERVED & set(body.chat_template_kwargs or {}):
         raise BadRequest(f"chat_template_kwargs may not set {sorted(reserved)[0]}", "chat_template_kwargs")
     variables = service.engine.tokenizer.template_variables
-    return service.engine.tokenizer.apply_chat_template(
-        [as_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
-        add_generation_prompt=add_prompt,
-        continue_final_message=goes_on,
-        tools=use.for_template(),
-        template=body.chat_template,
-        variables=effort_variables(body.reasoning_effort, variables) | (body.chat_template_kwargs or {}),
-        **({} if body.chat_template is None else {"run": template_child.render}),
+    held = service.control_tokens.held
+    return service.control_tokens.rendered(
+        service.engine.tokenizer.apply_chat_template(
+            [
+                held(as_template_message(message, f"messages[{i}]"), f"messages[{i}]")
+                for i, message in enumerate(body.messages)
+            ],
+            add_generation_prompt=add_prompt,
+            continue_final_message=goes_on,
+            tools=held(use.for_template(), "tools"),
+            template=body.chat_template,
+            variables=effort_variables(body.reasoning_effort, variables)
+            | held(body.chat_template_kwargs or {}, "chat_template_kwargs"),
+            **({} if body.chat_template is None else {"run": template_child.render}),
+        )
     )
 
 

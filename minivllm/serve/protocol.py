@@ -40,7 +40,7 @@ ECHO = "an echo of an answer, which the model is not shown"
 NO_EFFORT = "the model thinks as much as it does"
 AnyBudget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 TEXT_ONLY = "this server's models read text only"
-NOT_RENDERED = "Only vLLM's endpoints that render a prompt read it, and they are not here."
+NOT_RENDERED = "It is for vLLM's endpoints that render prompts."
 ALL_SHOWN = "all tools are shown to the model"
 FITTED = "null: as many as the context has room for. More than fit beside the prompt are as many as fit."
 
@@ -226,10 +226,12 @@ class AnyFunction(Function, kw_only=True):
     name: AnyName
 
 
-class AnyTool(Tool, kw_only=True):
+class AnyTool(RequestBody):
     """Of an API that sets its tools' names no limit."""
 
     function: AnyFunction
+    type: Annotated[str | None, accepted('Always "function".')] = None
+    items: Annotated[Any, accepted()] = None
 
 
 class FunctionName(RequestBody):
