@@ -466,6 +466,36 @@ def nine() -> Iterator[ScriptedEngine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def strict() -> Iterator[ScriptedEngine]:
+    with Server(refuse_unknown=True) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "chat"])
+@pytest.mark.parametrize(
+    "text", ["<think>ebb</think>Seven.", '<think>ebb</think>A<tool_call>{"name": "tide"}</tool_call>']
+)
+def test_no_field_that_is_written_is_unknown(strict, path, text):
+    """As JSON, without a client between, where unknown fields are refused."""
+    strict.case = draw(random.Random(0))._replace(text=text, reason="stop")
+    url = f"{strict.url}/{'api' if path == 'chat' else 'v1'}/{path}"
+    begun, asks = [{"role": "user", "content": "First."}], {"model": "fake", "stream": False}
+    asks |= {"max_tokens": 999} if path == "messages" else {}
+    given = "input" if path == "responses" else "messages"
+    reply = httpx.post(url, json=asks | {given: begun}, timeout=30)
+    assert reply.status_code == 200, reply.text
+    match reply.json():
+        case {"choices": [{"message": message}]} | {"message": message}:
+            back = [message]
+        case {"output": items}:
+            back = items
+        case answer:
+            back = [{"role": "assistant", "content": answer["content"]}]
+    reply = httpx.post(url, json=asks | {given: [*begun, *back, {"role": "user", "content": "Second."}]}, timeout=30)
+    assert reply.status_code == 200, reply.text
+
+
 if __name__ == "__main__":
     with Server() as engine:
         for name, kind in CLIENTS.items():
