@@ -71,6 +71,11 @@ def test_the_stages_build_on_each_other_and_the_default_one_is_for_cpus():
     assert DOCKERFILE.count("USER minivllm") == 2, "nothing runs as root"
 
 
+def test_the_base_image_is_named_by_its_digest():
+    images = [line.split(" AS ")[0] for line in instructions("FROM")]
+    assert re.fullmatch(r"python:3\.12-slim@sha256:[0-9a-f]{64}", images[0]) and set(images[1:]) == {"base"}
+
+
 def test_the_images_command_is_one_that_the_server_takes():
     (entry,) = instructions("ENTRYPOINT")
     args = served(json.loads(entry))

@@ -39,7 +39,7 @@ def version(pin: Requirement) -> str:
 
 
 def image(machine: str) -> dict[str, str]:
-    (python,) = re.findall(r"^FROM python:([\d.]+)-slim AS base$", DOCKERFILE, re.MULTILINE)
+    (python,) = re.findall(r"^FROM python:([\d.]+)-slim@\S+ AS base$", DOCKERFILE, re.MULTILINE)
     where = {"platform_system": "Linux", "sys_platform": "linux", "os_name": "posix", "platform_machine": machine}
     return {**where, "python_version": python, "python_full_version": f"{python}.0", "implementation_name": "cpython"}
 

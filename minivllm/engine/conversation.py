@@ -14,7 +14,7 @@ from typing import Any
 from minivllm.engine import template_shapes as shapes
 from minivllm.engine.chat_template import budget, knows_tools, mentions, render
 from minivllm.engine.template_shapes import ContentFormat
-from minivllm.engine.tool_prompt import told_in_words
+from minivllm.engine.tool_prompt import as_turns, told_in_words
 from minivllm.errors import BadRequest
 
 CONTINUE_HERE = "\ue000continue here\ue000 "  # private use: no prompt holds it. Ends in a space, see cut_at_mark.
@@ -58,15 +58,16 @@ def _rendered(template: str, chat: Chat, tools: Tools, values: Mapping[str, Any]
 def _in_words(template: str, chat: Chat, tools: Tools, values: Mapping[str, Any], form: ContentFormat) -> str:
     chat = [{**message, "content": shapes.text_of(message)} for message in chat]
 
-    def told(role: str) -> str:
-        return _rendered(template, told_in_words(chat, tools, role), None, values, form)
-
-    try:
-        return told("system")
-    except BadRequest:
-        if not tools or chat[0]["role"] == "system":
-            raise
-    return told("user")
+    refused: BadRequest | None = None
+    for in_turns in (False, True):
+        for role in ("system", "user") if tools and chat[0]["role"] != "system" else ("system",):
+            told = told_in_words(chat, tools, role)
+            try:
+                return _rendered(template, as_turns(told) if in_turns else told, None, values, form)
+            except BadRequest as error:
+                refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def _has_tools(message: Mapping[str, Any]) -> bool:

@@ -246,9 +246,10 @@ def shaped(chat: Sequence[Mapping[str, Any]], form: ContentFormat) -> list[dict[
 
 def reshaped(chat: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The messages of `shaped` for a template that fails on them, with ever more in the other shape: contents that are
-    null, arguments that are an object only, thinking by one name, contents that are strings."""
+    null, arguments that are an object only, those that are none put into one, thinking by one name, contents that are
+    strings."""
     changed = [dict(message) for message in chat]
-    for change in (_with_null, _as_objects, _with_one_name, _as_string):
+    for change in (_with_null, _as_objects, _as_one_argument, _with_one_name, _as_string):
         before, changed = changed, list(map(change, changed))
         if any(new is not old for new, old in zip(changed, before, strict=True)):
             yield changed
@@ -260,6 +261,27 @@ def _with_null(message: dict[str, Any]) -> dict[str, Any]:
 
 def _as_objects(message: dict[str, Any]) -> dict[str, Any]:
     return _with_arguments(message, Arguments.as_object) if message.get("tool_calls") else message
+
+
+def _as_one_argument(message: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that are no object, where an answer has ended within them, are the value of a single one."""
+    calls = message.get("tool_calls") or ()
+    if not any(_is_no_object(call["function"].get("arguments")) for call in calls):
+        return message
+
+    def made(text: str) -> Arguments:
+        return Arguments.as_object(json.dumps({"arguments": text}) if _is_no_object(text) else text)
+
+    return _with_arguments(message, made)
+
+
+def _is_no_object(given: Any) -> bool:
+    if not isinstance(given, str):
+        return False
+    try:
+        return not isinstance(read_arguments(str(given)), Mapping)
+    except ValueError:
+        return True
 
 
 def _with_one_name(message: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ import msgspec
 from msgspec import Struct
 
 from minivllm import file_keys
+from minivllm.engine import tokenizer_costs
 from minivllm.engine.chat_template import knows_tools, read_variables
+from minivllm.engine.control_texts import MarkedText
 from minivllm.engine.conversation import cut_at_mark, marked, plain_message, rendered
 from minivllm.engine.template_shapes import ContentFormat
 from minivllm.errors import BadRequest, ModelError
@@ -40,6 +43,17 @@ class _Part(NamedTuple):
     token_id: int
     text: int | None  # 0, 1; None: the special token
     is_second: bool  # of the second text, as the model is told
+
+
+class Letters:
+    """A tokenizer to which no text is a control token."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        with _no_panic():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 class TextTokenizer:
@@ -78,11 +92,11 @@ class TextTokenizer:
                 "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
         try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except BaseException as e:  # Exception itself for whatever is wrong with the file, or a panic, which is none
-            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-                raise
+            with _no_panic():
+                tokenizer = Tokenizer.from_file(str(path))
+        except Exception as e:  # which itself is raised for whatever is wrong with the file
             raise ModelError(f"{path} cannot be read ({e}): download the model again") from None
+        _check_costs(tokenizer, path)
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
         _check(config, _Config, folder / "tokenizer_config.json")
         _check_keys(tokenizer, config, folder / "tokenizer_config.json")
@@ -90,6 +104,8 @@ class TextTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A rendered chat template holds its special tokens already: encode it with add_special_tokens=False."""
+        if isinstance(text, MarkedText):
+            return text.controls.encode(text, self._encode(text, False))
         ids = self._encode(text, add_special_tokens).ids
         if add_special_tokens and self._bos_change:
             return [self.bos_token_id, *ids] if self._bos_change > 0 else ids[1:]
@@ -99,10 +115,26 @@ class TextTokenizer:
         """tokenizers.Encoding. While a batch is encoded other threads run, and while a single text is they do not."""
         go_on()
         size = len(text) if isinstance(text, str) else sum(map(len, text))
-        if size > LONG_TEXT:
-            return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         given = (text,) if isinstance(text, str) else text
-        return self._tokenizer.encode(*given, add_special_tokens=add_special_tokens)
+        with _no_panic():
+            if size > LONG_TEXT:
+                return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            return self._tokenizer.encode(*given, add_special_tokens=add_special_tokens)
+
+    @property
+    def control_ids(self) -> dict[str, int]:
+        """Special tokens, by their texts."""
+        return {text: id for text, id in self.added_ids.items() if text and id in self.special_ids}
+
+    def letters(self) -> Letters:
+        """Of the same vocabulary, for pieces of a text; takes a moment to make. Raises ModelError for a tokenizer that
+        encodes a piece in another way by itself than behind others."""
+        if any(part.get("prepend_scheme") == "first" for part in _steps(self._tokenizer)):
+            why = "its tokenizer writes a blank before the first piece of a text alone"
+            raise ModelError(f"control tokens cannot be text with this model, since {why}: refuse them instead")
+        made = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        made.encode_special_tokens = True
+        return Letters(made)
 
     def bare(self, text: str) -> list[int]:
         """As one of two texts, which have their special tokens together."""
@@ -159,7 +191,8 @@ class TextTokenizer:
         return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _no_panic():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @property
     def added_ids(self) -> dict[str, int]:
@@ -286,6 +319,17 @@ class TextTokenizer:
         return self._to_bytes(token)
 
 
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """Raises BadRequest where Rust panics, which is no Exception in Python: a server would answer nothing."""
+    try:
+        yield
+    except BaseException as e:
+        if isinstance(e, Exception) or type(e).__name__ != "PanicException":
+            raise
+        raise BadRequest(f"this model's tokenizer fails on this text: {e}") from None
+
+
 # What is left of a text
 
 
@@ -390,6 +434,19 @@ def _check(value: dict[str, Any], kind: type, path: Path) -> dict[str, Any]:
     except msgspec.ValidationError as e:
         raise ModelError(f"{path}: {e}. Download the model again") from None
     return value
+
+
+def _check_costs(tokenizer: Any, path: Path) -> None:
+    """Raises ModelError for a file of which a few letters could take all time or memory."""
+    try:
+        tokenizer_costs.check(_steps(tokenizer))
+    except tokenizer_costs.CostError as e:
+        raise ModelError(f"{path} {e}: no text is safe with it") from None
+
+
+def _steps(tokenizer: Any) -> Iterator[dict[str, Any]]:
+    parts = tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder
+    return _parts_with_type({"in": [_state(part) for part in parts]})
 
 
 def _check_keys(tokenizer: Any, config: Mapping[str, Any], path: Path) -> None:

@@ -41,6 +41,17 @@ def told_in_words(
     return with_instructions(told, instructions(tools), role) if tools else told
 
 
+def as_turns(messages: Sequence[Mapping[str, Any]]) -> list[dict]:
+    """With the user's messages in a row as one, for templates whose roles must alternate: results that are told in
+    words, and what the user says behind them, are such."""
+    turns: list[dict] = []
+    for role, row in groupby(messages, lambda message: message["role"]):
+        said = list(map(dict, row))
+        together = "\n".join(message["content"] for message in said)
+        turns += [{**said[0], "content": together}] if role == "user" else said
+    return turns
+
+
 def without_calls(message: Mapping[str, Any]) -> dict:
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     calls = [as_text(call["function"]) for call in message.get("tool_calls") or ()]

@@ -59,6 +59,7 @@ from minivllm.serve.bodies import taken, worked_out
 from minivllm.serve.browsers import Browsers
 from minivllm.serve.connection import EventStream, JSONAnswer, reply
 from minivllm.serve.connections import ConnectionLimits
+from minivllm.serve.control_tokens import CONTROL_TOKENS
 from minivllm.serve.deadline import Deadlines
 from minivllm.serve.endpoint import KEPT, LOOK, PING, RUN, WORK, Endpoint, counted
 from minivllm.serve.forms import FORM
@@ -600,6 +601,7 @@ def create_app(
     tells_timings: bool = False,
     tokens_as_ids: bool = False,
     trust_templates: bool = False,
+    control_tokens: str = "tokens",
     takes_embeds: bool = False,
     response_store: ResponseStore | None = None,
     request_limits: RequestLimits | None = None,
@@ -630,6 +632,7 @@ def create_app(
     root_path: that a proxy serves the app below. force_usage: every chunk of a stream holds the usage.
     tells_timings: answers hold how long they took (serve/timings.py).
     tokens_as_ids: log-probabilities call a token by its id, unless a request says otherwise.
+    control_tokens: what becomes of them in a client's words (serve/control_tokens.py); raises ModelError.
     trust_templates: a request may bring its own chat template. takes_embeds: and a prompt as vectors.
     request_limits: of what one request may cost (serve/price.py).
     host_names: what the server may be called, of
@@ -691,6 +694,7 @@ def create_app(
         *parsers,
         max_waiting,
         tracing,
+        control_tokens=CONTROL_TOKENS.get(control_tokens)(engine.tokenizer),
         trust_templates=trust_templates,
         takes_embeds=takes_embeds,
         ledger=ledger,

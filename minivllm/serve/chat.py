@@ -42,6 +42,7 @@ from minivllm.serve.protocol import (
     ChatDelta,
     ChatLogprobs,
     ChatRequest,
+    ContentPart,
     Message,
     ReasoningTokens,
     TokenLogprob,
@@ -103,12 +104,16 @@ def prepare(body: ChatRequest, service: Service) -> tuple[Job, ChatShape]:
     if thought is not None:
         job.thinking, job.usage.completion_tokens_details = thought.tokens(tokenizer), ReasoningTokens()
         job.find_answer = thought.reader
-    return job, ChatShape(job.id, service, body, partial(make_answer, use, parser, thought))
+    call_id = (service.tool_parser or parser or ArrayParser).new_id
+    return job, ChatShape(job.id, service, body, partial(make_answer, use, parser, thought, call_id))
 
 
-def make_answer(use: ToolUse, parser: type[ToolParser] | None, thought: Thinking | None) -> Answer:
-    """That reads one choice: thinking first, calls in what is none."""
-    rest = PlainAnswer() if parser is None else ToolAnswer(parser(use.schemas), use.parallel)
+def make_answer(
+    use: ToolUse, parser: type[ToolParser] | None, thought: Thinking | None, call_id: Callable[[], str]
+) -> Answer:
+    """That reads one choice: thinking first, calls in what is none. call_id: makes one such as the model's chat
+    template reads, for forced calls, too."""
+    rest = PlainAnswer() if parser is None else ToolAnswer(parser(use.schemas), use.parallel, call_id)
     return rest if thought is None else thought.answer(rest)
 
 
@@ -183,14 +188,21 @@ def render(body: ChatRequest, use: ToolUse, service: Service) -> str:
     if reserved := RESERVED & set(body.chat_template_kwargs or {}):
         raise BadRequest(f"chat_template_kwargs may not set {sorted(reserved)[0]}", "chat_template_kwargs")
     variables = service.engine.tokenizer.template_variables
-    return service.engine.tokenizer.apply_chat_template(
-        [as_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
-        add_generation_prompt=add_prompt,
-        continue_final_message=goes_on,
-        tools=use.for_template(),
-        template=body.chat_template,
-        variables=effort_variables(body.reasoning_effort, variables) | (body.chat_template_kwargs or {}),
-        **({} if body.chat_template is None else {"run": template_child.render}),
+    held = service.control_tokens.held
+    return service.control_tokens.rendered(
+        service.engine.tokenizer.apply_chat_template(
+            [
+                held(as_template_message(message, f"messages[{i}]"), f"messages[{i}]")
+                for i, message in enumerate(body.messages)
+            ],
+            add_generation_prompt=add_prompt,
+            continue_final_message=goes_on,
+            tools=held(use.for_template(), "tools"),
+            template=body.chat_template,
+            variables=effort_variables(body.reasoning_effort, variables)
+            | held(body.chat_template_kwargs or {}, "chat_template_kwargs"),
+            **({} if body.chat_template is None else {"run": template_child.render}),
+        )
     )
 
 
@@ -217,10 +229,10 @@ def as_template_message(message: Message, path: str) -> dict[str, Any]:
     content = message.content if message.content is not None else message.refusal
     if isinstance(content, list):
         for i, part in enumerate(content):
-            if part.type != "text" or part.text is None:
+            if said_in(part) is None:
                 where = f"{path}.content[{i}]"
                 raise BadRequest(f'{where}: only parts of type "text", with a text, are supported', where)
-        content = [{"type": "text", "text": part.text} for part in content]
+        content = [{"type": "text", "text": said_in(part)} for part in content]
     if content is None and message.role != "assistant":
         raise BadRequest(f"{path}.content is missing", f"{path}.content")
     optional = {
@@ -231,6 +243,10 @@ def as_template_message(message: Message, path: str) -> dict[str, Any]:
         "reasoning": message.reasoning,
     }
     return {"role": message.role, "content": content} | {key: value for key, value in optional.items() if value}
+
+
+def said_in(part: ContentPart) -> str | None:
+    return {"text": part.text, "refusal": part.refusal}.get(part.type)
 
 
 def as_template_call(call: CalledTool) -> dict[str, Any]:

@@ -32,7 +32,7 @@ LOOK = Cost(6_000, 0, 2**20, "connections")  # what is there already, and 30 kB 
 PING = LOOK._replace(counted_by="requests")  # a POST
 KEPT = Cost(6_000, 0, 2**20, "requests")  # parts of a store, read as the client takes them
 WORK = Cost(100_000, None, 2**24, "requests")  # of a body: as long as that, at most
-RUN = Cost(100_000, None, None, "sequences")
+RUN = Cost(200_000, None, None, "sequences")  # of a thousand sequences, between whose turns others have theirs
 
 
 class Endpoint(NamedTuple):

@@ -39,6 +39,7 @@ from minivllm.registry import did_you_mean
 from minivllm.request import BeamSearchParams, Beside, SamplingParams
 from minivllm.serve import bodies, errors
 from minivllm.serve.connection import encoded
+from minivllm.serve.control_tokens import AsTokens, ControlTokens, plain
 from minivllm.serve.deadline import Deadline
 from minivllm.serve.keys import salted
 from minivllm.serve.ledger import Ledger, OwnLedger
@@ -93,6 +94,7 @@ class Service:
     max_waiting: int | None = None
     tracing: Tracing | NoTracing = field(default_factory=NoTracing)
     timings: Timings | NoTimings = field(default_factory=NoTimings)
+    control_tokens: ControlTokens = field(default_factory=AsTokens)  # what becomes of them in a client's words
     trust_templates: bool = False  # a request may bring its own chat template
     takes_embeds: bool = False  # and a prompt as vectors
     request_limits: RequestLimits = RequestLimits()  # of what one may cost (price.py)
@@ -579,7 +581,7 @@ def tokenize(service: Service, text: str, add_special_tokens: bool) -> Prompt:
     if len(text) > LONGEST_TOKEN * service.engine.max_model_len:  # counting its tokens would take minutes
         limit = service.engine.max_model_len
         raise errors.context_length(f"a prompt of {len(text):,} characters is over this model's {limit} tokens", None)
-    return Prompt(service.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
+    return Prompt(service.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens), plain(text))
 
 
 def check_context(service: Service, prompts: list[Prompt], max_tokens: int | None, prompt_name: str, max_name: str):

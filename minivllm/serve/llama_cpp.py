@@ -25,6 +25,7 @@ from minivllm.request import SamplingParams
 from minivllm.serve import chat, completions, errors, generation, price
 from minivllm.serve.bodies import taken, worked_out
 from minivllm.serve.connection import EventStream, JSONAnswer, reply
+from minivllm.serve.control_tokens import plain
 from minivllm.serve.generation import PER_CHOICE, Job, Service, attach, event, final_outputs, num_reported
 from minivllm.serve.infill import infill_of
 from minivllm.serve.llama_cpp_protocol import (
@@ -360,7 +361,7 @@ async def apply_template(request: Request) -> Response:
     service.check_model(body.model)
     names = set(TemplateRequest.__struct_fields__) - {"chat_template"}
     asks = ChatRequest(**{name: getattr(body, name) for name in names})
-    return await worked_out(request, lambda: reply(Templated(chat.render(asks, asked(asks), service))))
+    return await worked_out(request, lambda: reply(Templated(plain(chat.render(asks, asked(asks), service)))))
 
 
 async def props(request: Request) -> Response:

@@ -14,11 +14,11 @@ from minivllm.serve.protocol import (
     MAX_ITEMS,
     MAX_TOOLS,
     AllowedTools,
+    AnyTool,
     Int32,
     Message,
     NamedTool,
     RequestBody,
-    Tool,
     accepted,
     doc,
     hint,
@@ -132,7 +132,7 @@ class TemplateRequest(RequestBody, kw_only=True):
 
     messages: Annotated[list[Message], Meta(max_length=MAX_ITEMS)]
     model: str | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

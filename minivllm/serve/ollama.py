@@ -222,7 +222,7 @@ class OpenCalls:
 
     def add(self, id: str | None, name: str) -> str:
         self.num_made += 1
-        id = id or f"call_{self.num_made}"
+        id = id or f"call{self.num_made:05}"  # nine letters and digits, as Mistral's templates want them
         if id in self.names:
             del self.of_tool[self.names[id]][id]
         self.names[id] = name

@@ -12,7 +12,7 @@ from minivllm.serve.protocol import (
     MAX_ITEMS,
     MAX_TOOLS,
     TEXT_ONLY,
-    Function,
+    AnyTool,
     Int32,
     RequestBody,
     TokenLogprob,
@@ -97,17 +97,11 @@ class OllamaMessage(RequestBody):
     tool_call_id: Annotated[str | None, doc("The call's id, if it has one.")] = None
 
 
-class OllamaTool(RequestBody):
-    function: Function
-    type: Annotated[str | None, accepted('Always "function".')] = None
-    items: Annotated[Any, accepted()] = None
-
-
 class OllamaChatRequest(OllamaRequest, kw_only=True):
     messages: Annotated[
         Annotated[list[OllamaMessage], Meta(max_length=MAX_ITEMS)] | None, doc("None: the model is only loaded.")
     ] = None
-    tools: Annotated[list[OllamaTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LOG_FORMATS = ("text", "json")
 UNKNOWN_FIELDS = ("ignore", "refuse")
+CONTROL_TOKENS = ("tokens", "refuse", "text")  # serve/control_tokens.py
 DAY = 86_400.0  # seconds
 RECENT_STEPS = 1000  # that /debug/trace can show, if debug.recent_steps does not say
 
@@ -46,6 +47,14 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--return-tokens-as-token-ids", action="store_true", help=f"{what} (off)")
     what = "run the chat template that a request brings, in a sandbox; a costly one slows the server down"
     group.add_argument("--trust-request-chat-template", action="store_true", help=f"{what} (off)")
+    what = "text of a control token in a message or tool: the token, a 400, or letters: tokens, refuse, text"
+    group.add_argument(
+        "--control-tokens-in-text",
+        choices=CONTROL_TOKENS,
+        default="tokens",
+        metavar="HOW",
+        help=f"{what} (tokens, as in vLLM)",
+    )
     what = "let /v1/completions take prompts as vectors: prompt_embeds, a tensor in base64"
     group.add_argument("--enable-prompt-embeds", action="store_true", help=f"{what} (off)")
     what = "what stands before the names of /metrics: vllm, for dashboards and autoscalers that read vLLM's"
@@ -95,6 +104,7 @@ def app_options(args: argparse.Namespace) -> dict[str, Any]:
         "with_page": args.page,
         "refuse_unknown": args.unknown_fields == "refuse",
         "root_path": args.root_path,
+        "control_tokens": args.control_tokens_in_text,
         "trust_templates": args.trust_request_chat_template,
         "takes_embeds": args.enable_prompt_embeds,
         "force_usage": args.enable_force_include_usage,

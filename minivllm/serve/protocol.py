@@ -31,6 +31,7 @@ Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 # OpenAI's limits, of its own endpoints alone; four stops are vLLM's limit too, two of temperature are not.
 Temperature = Annotated[float, Meta(le=2)]
 Stop = str | Annotated[list[str], Meta(max_length=4)]
+AnyName = Annotated[str, Meta(min_length=1, max_length=1024)]  # of a tool, where an API has no limit of its own
 
 
 NOBODY_ASKS = "nobody asks here who a user is"
@@ -39,7 +40,7 @@ ECHO = "an echo of an answer, which the model is not shown"
 NO_EFFORT = "the model thinks as much as it does"
 AnyBudget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 TEXT_ONLY = "this server's models read text only"
-NOT_RENDERED = "Only vLLM's endpoints that render a prompt read it, and they are not here."
+NOT_RENDERED = "It is for vLLM's endpoints that render prompts."
 ALL_SHOWN = "all tools are shown to the model"
 FITTED = "null: as many as the context has room for. More than fit beside the prompt are as many as fit."
 
@@ -219,6 +220,18 @@ class Tool(RequestBody):
     type: Literal["function"]
     function: Function
     defer_loading: Annotated[Any, refused(ALL_SHOWN, False)] = None
+
+
+class AnyFunction(Function, kw_only=True):
+    name: AnyName
+
+
+class AnyTool(RequestBody):
+    """Of an API that sets its tools' names no limit."""
+
+    function: AnyFunction
+    type: Annotated[str | None, accepted('Always "function".')] = None
+    items: Annotated[Any, accepted()] = None
 
 
 class FunctionName(RequestBody):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Generator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -121,8 +121,8 @@ def conversation(items: Sequence[InputItem], num_earlier: int = 0) -> list[Messa
         path = f"input[{i - num_earlier}]"
         if item.type == "reasoning":
             made.think(text_of(item.content or "", f"{path}.content"))
-        elif item.type == "message" and item.role == "assistant" and made.ends_in_thought:
-            made.last.content = text_of(item.content, f"{path}.content")
+        elif item.type == "message" and item.role == "assistant" and made.goes_on:
+            made.say(text_of(item.content, f"{path}.content"))
         elif item.type == "message":
             made.add(Message(role=required(item, "role", path), content=text_of(item.content, f"{path}.content")))
         elif item.type in ("function_call", "custom_tool_call"):
@@ -174,6 +174,15 @@ class Conversation:
         elif thought:
             self.add(Message(role="assistant", content=""))
             self.thoughts.append(thought)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what the assistant says now is of its last message: behind thinking, or calls without results."""
+        return bool(self.ends_in_thought or self.calls)
+
+    def say(self, text: str) -> None:
+        """In the last message."""
+        self.last.content = "\n".join(filter(None, [self.last.content, text]))
 
     def call(self, call: protocol.CalledTool) -> None:
         if not self.made or self.last.role != "assistant":
@@ -290,10 +299,7 @@ class Items:
             yield self.event("reasoning_text.delta", **self._part(), delta=delta.reasoning)
         if delta.content:
             if not isinstance(item := self.open, OutputMessage):
-                item = OutputMessage(id=self._id("msg"), content=[])
-                yield from self._begin(item)
-                item.content.append(OutputText())
-                yield self.event("content_part.added", **self._part(), part=OutputText())
+                item = yield from self.message()
             item.content[0].text += delta.content
             item.content[0].logprobs += logprobs
             yield self.event("output_text.delta", **self._part(), delta=delta.content, logprobs=list(logprobs))
@@ -309,6 +315,15 @@ class Items:
                 assert isinstance(self.open, OutputCall), "a part without an id goes on with a call"
                 self.open.arguments += text
                 yield self.event("function_call_arguments.delta", **self._place(), delta=text)
+
+    def message(self) -> Generator[ResponseEvent, None, OutputMessage]:
+        """One that says nothing yet, the open item. An answer is one at least: sent back, it stands between two of the
+        user's messages."""
+        item = OutputMessage(id=self._id("msg"), content=[])
+        yield from self._begin(item)
+        item.content.append(OutputText())
+        yield self.event("content_part.added", **self._part(), part=OutputText())
+        return item
 
     def close(self, status: str = "completed") -> Iterator[ResponseEvent]:
         item = self.open
@@ -431,6 +446,8 @@ class Writer:
     def finish(self, finish_reason: str | None) -> Iterator[ResponseEvent]:
         response, used = self.response, self.job.usage
         response.status = "incomplete" if finish_reason == "length" else "completed"
+        if not self.items.output:
+            yield from self.items.message()
         yield from self.items.close(response.status)
         if response.status == "incomplete":
             response.incomplete_details = Incomplete("max_output_tokens")

@@ -16,6 +16,7 @@ from minivllm.serve.protocol import (
     MAX_TOOLS,
     NOBODY_ASKS,
     TEXT_ONLY,
+    AnyName,
     CachedTokens,
     CacheSalt,
     GenerationExtensions,
@@ -106,7 +107,7 @@ class InputItem(RequestBody):
 
 
 class FunctionTool(RequestBody, tag_field="type", tag="function"):
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]  # OpenAI's specification, FunctionToolParam
     parameters: dict[str, Any] | None = None
     description: str | None = None
     strict: Annotated[bool | None, differs("Forced calls always follow the schema, others need not.")] = None
@@ -130,7 +131,7 @@ class GrammarInput(RequestBody, tag_field="type", tag="grammar"):
 class TextTool(RequestBody, tag_field="type", tag="custom"):
     """The model is told of a function with one text, its input."""
 
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: AnyName
     description: str | None = None
     format: TextInput | GrammarInput | None = None
     allowed_callers: Annotated[Any, refused("only the model calls tools", ["direct"])] = None

@@ -19,10 +19,10 @@ from minivllm.serve.protocol import (
     MAX_ITEMS,
     MAX_TOOLS,
     TEXT_ONLY,
+    AnyTool,
     ChatRequest,
     Message,
     RequestBody,
-    Tool,
     doc,
     refused,
 )
@@ -45,7 +45,7 @@ class Tokenize(RequestBody):
     return_token_strs: Annotated[bool | None, doc('Also each token as the vocabulary writes it, such as "Ġthe".')] = (
         None
     )
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Meta(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

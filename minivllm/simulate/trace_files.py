@@ -29,6 +29,8 @@ from minivllm.simulate.workload import TraceRequest
 
 PIECE_TOKENS = 512
 MOST_TOKENS = 100_000_000  # of a prompt or an answer; a larger number is a mistake
+MOST_SECONDS = 1e12  # from any moment on, in thirty thousand years
+MOST_CHARS = 2**24  # of a line: it names a million pieces
 
 
 class Broken(Exception):
@@ -53,7 +55,7 @@ class Row:
             number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
         except (ValueError, OverflowError):
             number = math.nan
-        if not math.isfinite(number):
+        if not abs(number) <= MOST_SECONDS:
             raise Broken(f"{name} must be a number, got {_shown(value)}")
         return number
 
@@ -62,9 +64,9 @@ class Row:
         value = self._get(name)
         try:
             found = datetime.fromisoformat(value)
-        except (TypeError, ValueError):
+            return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        except (TypeError, ValueError, OverflowError):
             raise Broken(f"{name} must be a date and time, got {_shown(value)}") from None
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
     def names(self, name: str) -> tuple[int, ...]:
         value = self._get(name, ())
@@ -155,7 +157,7 @@ def _requests(path: str | Path) -> Iterator[tuple[int, TraceRequest]]:
     for number, line in _lines(path):
         try:
             if parse is None and not line.startswith("{"):
-                columns = next(csv.reader([line]))
+                columns = _cells(line)
                 parse, form = _cells_under(columns), _form_of(columns)
                 continue
             parse = parse or _members
@@ -171,7 +173,9 @@ def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
     """From 1, without those that are empty."""
     try:
         with open(path, encoding="utf-8-sig", errors="replace") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(MOST_CHARS), ""), 1):
+                if len(line) == MOST_CHARS:
+                    raise TraceError(f"{path}, line {number}: it has over {MOST_CHARS:,} characters")
                 if line := line.strip():
                     yield number, line
     except OSError as e:
@@ -181,13 +185,24 @@ def _lines(path: str | Path) -> Iterator[tuple[int, str]]:
 def _members(line: str) -> Row:
     try:
         return Row(msgspec.json.decode(line, type=dict))
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise Broken(f"no JSON object ({e})") from None
 
 
+def _cells(line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as e:
+        raise Broken(f"no line of CSV ({e})") from None
+
+
 def _cells_under(columns: Sequence[str]) -> Callable[[str], Row]:
+    for i, name in enumerate(columns):
+        if name in columns[:i]:
+            raise Broken(f"the column {_shown(name)} is there twice")
+
     def parse(line: str) -> Row:
-        cells = next(csv.reader([line]))
+        cells = _cells(line)
         if len(cells) != len(columns):
             raise Broken(f"{len(cells)} values, and {len(columns)} columns")
         return Row(dict(zip(columns, cells, strict=True)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -16,9 +18,10 @@ import numpy as np
 from minivllm.errors import TraceError
 from minivllm.registry import did_you_mean
 from minivllm.simulate.trace_draws import DRAWS, GAPS, Chance
-from minivllm.simulate.trace_files import FORMS, read_trace
+from minivllm.simulate.trace_files import FORMS, MOST_TOKENS, read_trace
 from minivllm.simulate.workload import TraceRequest
 
+SLOWEST, MOST_NUMBER = 1e-6, 1e6  # of a rate, of a draw's numbers
 DRAWN_REQUESTS, DRAWN_RATE = 1000, 1.0  # where nobody says how many, and how many a second
 
 
@@ -37,8 +40,11 @@ def load_trace(
     if rate is not None and not (math.isfinite(rate) and rate > 0):
         raise TraceError(f"a trace's rate must be above 0 requests a second, got {rate}")
     if num_requests is not None and num_requests < 1:
-        raise TraceError(f"a trace must have at least 1 request, got {num_requests}")
-    if Path(source).is_file():
+        raise TraceError(f"a trace must have at least 1 request, got {shown(num_requests)}")
+    num_requests = None if num_requests is None else min(num_requests, sys.maxsize)
+    if rate is not None and not SLOWEST <= rate <= 1 / SLOWEST:
+        raise TraceError(f"a trace's rate must be {SLOWEST:g} to {1 / SLOWEST:g} requests a second, got {rate}")
+    if os.path.isfile(source):  # False, too, of what no file can be called
         return _from_file(source, rate, num_requests)
     return _drawn(str(source), rate, num_requests, seed)
 
@@ -52,7 +58,8 @@ def _from_file(path: str | Path, rate: float | None, num_requests: int | None) -
         count, last = count + 1, request.arrival
     if not last:
         raise TraceError(f"{path}: all {count} requests arrive at once, so that their rate cannot be changed")
-    stretch = (count - 1) / last / rate
+    if not math.isfinite(stretch := (count - 1) / last / rate):
+        raise TraceError(f"{path}: its {count} requests arrive within {last} s: their rate cannot be changed")
     return (replace(r, arrival=r.arrival * stretch) for r in islice(read_trace(path), num_requests))
 
 
@@ -61,7 +68,7 @@ def _drawn(source: str, rate: float | None, num_requests: int | None, seed: int)
     if name not in DRAWS.names():
         hint = did_you_mean(name, DRAWS.names())
         raise TraceError(
-            f'no trace "{source}": there is no such file, and no draw of that name.{hint} '
+            f'no trace "{shown(source)}": there is no such file, and no draw of that name.{hint} '
             f"Draws: {', '.join(DRAWS.names())}; files: {', '.join(FORMS.names())}"
         )
     if seed < 0:
@@ -70,7 +77,9 @@ def _drawn(source: str, rate: float | None, num_requests: int | None, seed: int)
     parameters = _parameters(name, draw, given)
     arrivals, cv = parameters.pop("arrivals"), parameters.pop("cv")
     if arrivals not in GAPS:
-        raise TraceError(f"{name}: arrivals={arrivals}.{did_you_mean(arrivals, list(GAPS))} One of {', '.join(GAPS)}")
+        raise TraceError(
+            f"{name}: arrivals={shown(arrivals)}.{did_you_mean(arrivals, list(GAPS))} One of {', '.join(GAPS)}"
+        )
     if cv != 1.0 and arrivals != "gamma":
         raise TraceError(f"{name}: cv={cv:g} needs arrivals=gamma")
     if arrivals == "at_once" and rate is not None:
@@ -87,7 +96,7 @@ def _parameters(name: str, draw: Callable[..., Any], given: str) -> dict[str, An
     for pair in filter(None, given.split(",")):
         key, _, text = pair.partition("=")
         if key not in known:
-            raise TraceError(f'{name}: no parameter "{key}".{did_you_mean(key, list(known))} {", ".join(known)}')
+            raise TraceError(f'{name}: no parameter "{shown(key)}".{did_you_mean(key, list(known))} {", ".join(known)}')
         found[key] = _value(f"{name}: {key}", text, known[key])
     return found
 
@@ -97,14 +106,21 @@ def _value(what: str, text: str, default: str | int | float) -> str | int | floa
     if isinstance(default, str):
         return text
     whole = isinstance(default, int)
-    least = 1 if whole else 0.01
+    least, most = (1, MOST_TOKENS) if whole else (0.01, MOST_NUMBER)
     try:
         value = int(text) if whole else float(text)
     except ValueError:
         value = 0
-    if not (math.isfinite(value) and value >= least):
-        raise TraceError(f"{what} must be {'an integer' if whole else 'a number'} from {least}, got {text!r}")
+    if not least <= value <= most:
+        upwards = f" to {most:,.0f}" if value > most else ""
+        kind = "an integer" if whole else "a number"
+        raise TraceError(f"{what} must be {kind} from {least}{upwards}, got {shown(text)!r}")
     return value
+
+
+def shown(value: object) -> str:
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**30 else "more"
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+BLANK = 223  # the token of a dummy's blank
 HELLO = [{"role": "user", "content": "Hello"}]
 
 Requests = list[tuple[str, bytes]]  # path, body
@@ -19,6 +20,7 @@ class Attack(NamedTuple):
     requests: Callable[[], Requests]
     leaves: float | None = None  # seconds after which its clients go; None: they stay for their answers
     served: bool = False  # its requests are as dear as they look, and are answered in their turn
+    how: Literal["post", "get", "cut"] = "post"  # cut: without the last bytes of its body
 
 
 def sent(path: str, *bodies: Any) -> Requests:
@@ -153,6 +155,38 @@ def texts_for_each_prompt() -> Requests:
     return sent(COMPLETIONS, {**asked(max_tokens=1), "prompt": [[1]] * 1024, "guided_json": schema})
 
 
+def documents() -> Requests:
+    return [("/openapi.json", b"")] * 64
+
+
+def blanks() -> Requests:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    asks = {"messages": HELLO, "tools": [tool], "allowed_token_ids": [BLANK], "max_tokens": 900, "ignore_eos": True}
+    return sent(CHAT, *[asks] * 8)
+
+
+def unfinished() -> Requests:
+    return [(COMPLETIONS, json.dumps(asked(prompt="x" * 4_000_000)).encode())] * 64
+
+
+def kept() -> Requests:
+    most = {f"key{i:02}": "v" * 512 for i in range(16)}
+    return sent("/v1/responses", *[{"input": "Hello", "max_output_tokens": 1, "metadata": most}] * 200)
+
+
+def slow_schemas() -> Requests:
+    """A dozen, each of 200 patterns of its own."""
+    return sent(COMPLETIONS, *(asked(guided_json=of_patterns(i)) for i in range(12)))
+
+
+def of_patterns(number: int) -> dict[str, Any]:
+    texts = {
+        f"p{i}": {"type": "string", "pattern": f"^([a-f]{{1,40}}|x{number}_{i}[g-z]{{1,40}}){{1,20}}$"}
+        for i in range(200)
+    }
+    return {"type": "object", "properties": texts, "required": list(texts)}
+
+
 def streams() -> Requests:
     return sent(COMPLETIONS, *[asked(max_tokens=900, ignore_eos=True, stream=True)] * 100)
 
@@ -173,6 +207,11 @@ ATTACKS = (
     Attack("JSON that is deep or wide", "fuzzing", nested),
     Attack("a salt of megabytes for hundreds of prompts", "S3", salts),
     Attack("a schema of a hundred kilobytes for a thousand prompts", "S3", texts_for_each_prompt),
+    Attack("the document of all endpoints, again and again", "S1", documents, served=True, how="get"),
+    Attack("answers of nothing but blanks, where calls may be", "S2", blanks, served=True),
+    Attack("bodies that are never finished", "S5", unfinished, leaves=4.0, served=True, how="cut"),
+    Attack("hundreds of responses to be kept", "S8", kept, served=True),
+    Attack("a dozen schemas of slow patterns", "S10", slow_schemas),
     Attack("streams that are left", "as today", streams, leaves=0.3, served=True),
 )
 

@@ -129,11 +129,19 @@ def quiet_client(port: int, key: str):
         client.process.wait(2 * LONGEST)
 
 
-async def send(port: int, path: str, body: bytes, key: str, leaves: float | None) -> int:
+def wire(attack: Attack, path: str, body: bytes, key: str) -> bytes:
+    header = f"authorization: Bearer {key}\r\n"
+    if attack.how == "get":
+        return f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{header}\r\n".encode()
+    data = request(body, path, header)
+    return data[:-10] if attack.how == "cut" else data
+
+
+async def send(port: int, data: bytes, leaves: float | None) -> int:
     """-> the status; 0: it left, or was left, before there was one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(request(body, path, f"authorization: Bearer {key}\r\n"))
+        writer.write(data)
         data = await asyncio.wait_for(drained(reader), leaves or LONGEST)
     except (TimeoutError, ConnectionError):
         return 0
@@ -161,7 +169,7 @@ async def run(attack: Attack, server: Served, quiet: Quiet) -> Row:
     await quiet.answered(begin)
     before = await cpus(server)
     attacked = time.monotonic()
-    sent = (send(server.port, path, body, KEYS[0], attack.leaves) for path, body in requests)
+    sent = (send(server.port, wire(attack, path, body, KEYS[0]), attack.leaves) for path, body in requests)
     statuses = await asyncio.gather(*sent)
     del requests
     await asyncio.sleep(max(0.0, attacked + LEAST_SECONDS - time.monotonic()))

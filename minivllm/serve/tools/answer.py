@@ -6,7 +6,7 @@ that breaks after its arguments have begun is content in a whole message, and in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from minivllm.serve.protocol import ChatDelta, ChatMessage, FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
@@ -36,10 +36,11 @@ class PlainAnswer:
 
 
 class ToolAnswer:
-    """One choice's answer. parallel=False: the calls after the first are dropped."""
+    """One choice's answer. parallel=False: the calls after the first are dropped. new_id: of a call that the model has
+    given none; None: the parser's."""
 
-    def __init__(self, parser: ToolParser, parallel: bool = True):
-        self.parser, self.parallel = parser, parallel
+    def __init__(self, parser: ToolParser, parallel: bool = True, new_id: Callable[[], str] | None = None):
+        self.parser, self.parallel, self.new_id = parser, parallel, new_id or parser.new_id
         self.num_begun = self.num_calls = 0
 
     def message(self, text: str) -> ChatMessage:
@@ -51,7 +52,7 @@ class ToolAnswer:
                 case Content(text):
                     contents.append(text)
                 case CallBegin(name, id):
-                    calls.append(ToolCall(id or self.parser.new_id(), FunctionCall(name)))
+                    calls.append(ToolCall(id or self.new_id(), FunctionCall(name)))
                     written.clear()
                 case Arguments(text):
                     written.append(text)
@@ -82,7 +83,7 @@ class ToolAnswer:
                     yield ChatDelta(content=text)
                 case CallBegin(name, id):
                     function = FunctionDelta(name=name, arguments="")
-                    id = id or self.parser.new_id()
+                    id = id or self.new_id()
                     yield calling(ToolCallDelta(call, id=id, type="function", function=function))
                 case Arguments(text):
                     yield calling(ToolCallDelta(call, function=FunctionDelta(arguments=text)))

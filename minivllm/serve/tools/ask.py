@@ -126,15 +126,19 @@ def call_schema(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of one call, and the definitions that it refers to."""
     # A function's parameters become a definition of their own, and their references point into it.
-    definitions = {called: moved(schema, f"#/$defs/{called}") for called, schema in schemas.items()}
+    places = {
+        called: called if called.isascii() and called.isidentifier() else f"function.{i}"
+        for i, called in enumerate(schemas)
+    }
+    definitions = {places[called]: moved(schema, f"#/$defs/{places[called]}") for called, schema in schemas.items()}
     calls = [
         {
             "type": "object",
-            "properties": {**first, name: {"const": called}, parameters: {"$ref": f"#/$defs/{called}"}},
+            "properties": {**first, name: {"const": called}, parameters: {"$ref": f"#/$defs/{place}"}},
             "required": [*first, name, parameters],
             "additionalProperties": False,
         }
-        for called in definitions
+        for called, place in places.items()
     ]
     return {"anyOf": calls}, definitions
 
