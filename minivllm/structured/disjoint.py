@@ -11,25 +11,23 @@ is polynomial, and the work of a document has a limit besides.
 
 from __future__ import annotations
 
-import json
 from itertools import chain, combinations, product
 from typing import Any
 
-from minivllm.structured.schema import TYPES, Schema, SchemaError, fits_types, resolve, types_of
+from minivllm.structured.schema import TYPES, References, Schema, SchemaError, fits_types, key_of, types_of
 
 MAX_DEPTH = 8  # of properties inside properties, and of references
 MAX_WORK = 200_000  # comparisons of two schemas, and values looked at, in one document: about a second
 
 
 class Alternatives:
-    """Of one document, `root`. Nothing of it may change meanwhile: schemas are known by their ids."""
+    """Of one document. Nothing of it may change meanwhile: schemas are known by their ids."""
 
-    def __init__(self, root: Schema):
-        self.root = root
+    def __init__(self, references: References):
+        self.references = references
         self.work = 0
         self._found: dict[int, tuple[list[Schema], tuple[int, int] | None]] = {}  # by a oneOf, which is kept alive
         self._disjoint_pairs: dict[tuple[int, int, int], bool] = {}  # by two schemas and the depth that is left
-        self._resolved: dict[str, Schema] = {}
         self._keys: dict[int, frozenset[str] | None] = {}  # of the values of a schema
         self._required: dict[int, frozenset[str]] = {}
 
@@ -105,16 +103,13 @@ class Alternatives:
         for _ in range(depth):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            reference = schema["$ref"]
-            if reference not in self._resolved:
-                self._resolved[reference] = resolve(reference, self.root)
-            schema = self._resolved[reference]
+            schema = self.references(schema["$ref"])
         return True if isinstance(schema, dict) and "$ref" in schema else schema
 
     def _keys_of(self, schema: dict[str, Any]) -> frozenset[str] | None:
         if id(schema) not in self._keys:
             values = _values(schema)
-            self._keys[id(schema)] = None if values is None else frozenset(map(_key, values))
+            self._keys[id(schema)] = None if values is None else frozenset(map(key_of, values))
         return self._keys[id(schema)]
 
     def _required_of(self, schema: dict[str, Any]) -> frozenset[str]:
@@ -143,10 +138,3 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]]
     return schema.get("enum")
-
-
-def _key(value: Any) -> str:
-    """Equal for values that JSON Schema holds equal: 1 and 1.0 are, 1 and true are not."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)

@@ -86,15 +86,6 @@ def plain(node: Node) -> Node | None:
     return None if None in items else Seq(tuple(items))
 
 
-def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
-    """The least and the largest integer of a schema."""
-    lows = [-int(-schema["minimum"] // 1)] if "minimum" in schema else []
-    lows += [int(schema["exclusiveMinimum"] // 1) + 1] if "exclusiveMinimum" in schema else []
-    highs = [int(schema["maximum"] // 1)] if "maximum" in schema else []
-    highs += [-int(-schema["exclusiveMaximum"] // 1) - 1] if "exclusiveMaximum" in schema else []
-    return (max(lows) if lows else None), (min(highs) if highs else None)
-
-
 def integers(low: int | None, high: int | None) -> Node:
     """The integers low..high in decimal; None: no bound. Negative ones are the mirror image of positive ones."""
     parts: list[Node] = []
