@@ -51,6 +51,41 @@ VALUES = (
 )
 
 
+# What one keyword may say; `$defs` beside it where it needs some.
+SNIPPETS: tuple[dict[str, Any], ...] = (
+    *(
+        {"type": kind}
+        for kind in ("null", "integer", "number", "string", "array", "object", ["string", "array", "null"])
+    ),
+    *({"enum": values} for values in ([1, "ab", None, [1], {"a": 1}], [2**53 + 1, 0.5, True], [[], {}, ""])),
+    *({"const": value} for value in (5, "ab", [1], {"a": "x"}, 1.0)),
+    *({"minimum": 3}, {"minimum": 2**53 + 1}, {"maximum": 7.5}, {"maximum": -(2**53) - 1}, {"exclusiveMinimum": 4}),
+    *({"exclusiveMaximum": 6}, {"exclusiveMinimum": 0.1}, {"multipleOf": 5}, {"multipleOf": 0.25}),
+    *({"minLength": 2}, {"maxLength": 3}, {"maxLength": 0}, {"pattern": "^a"}, {"pattern": "b$"}, {"format": "date"}),
+    *(
+        {"properties": p}
+        for p in ({"a": {"type": "integer"}, "b": {"maxLength": 2}}, {"a": {"minimum": 3}}, {"b": False})
+    ),
+    *({"required": names} for names in (["a"], ["c"], ["a", "b"])),
+    *({"additionalProperties": s} for s in (False, True, {"type": "integer"})),
+    *({"patternProperties": p} for p in ({"^a$": {"maximum": 9}}, {"^[bc]$": {"type": "string"}}, {"a|b": {}})),
+    *({"minProperties": 1}, {"minProperties": 2}, {"maxProperties": 1}, {"maxProperties": 0}),
+    *({"propertyNames": s} for s in ({"enum": ["a", "c"]}, {"pattern": "^[ab]$"}, {"maxLength": 1}, False)),
+    *({"dependentRequired": {"a": ["b"]}}, {"dependentSchemas": {"a": {"required": ["c"]}}}),
+    *({"items": s} for s in ({"type": "integer"}, {"const": 1}, False)),
+    *({"prefixItems": p} for p in ([{"type": "integer"}, {"type": "string"}], [{"enum": [1, 2]}], [True, False])),
+    *({"contains": {"const": 1}}, {"minItems": 2}, {"maxItems": 2}, {"uniqueItems": True}, {"uniqueItems": False}),
+    *({key: [{"type": "string"}, {"type": "object", "required": ["a"]}]} for key in ("anyOf", "oneOf")),
+    *({key: [{"type": "integer"}, {"minimum": 5}]} for key in ("anyOf", "oneOf", "allOf")),
+    *({"anyOf": [{"properties": {"b": {}}, "required": ["b"]}, {"properties": {"c": {}}, "required": ["c"]}]},),
+    *({"allOf": [{"properties": {"c": {"type": "null"}}}, {"required": ["c"]}]}, {"not": {"type": "string"}}),
+    *({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"unevaluatedProperties": False}),
+    {"$ref": "#/$defs/d", "$defs": {"d": {"type": "object", "properties": {"d": {"type": "null"}}, "required": ["d"]}}},
+    {"$ref": "#/$defs/e~1f%25", "$defs": {"e/f%": {"type": ["string", "integer"]}}},
+    *({"title": "T", "default": 3}, {"x-order": 1}),
+)
+
+
 class Composer:
     def __init__(self, rng: random.Random):
         self.rng = rng

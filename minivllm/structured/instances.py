@@ -12,13 +12,15 @@ from minivllm.structured.automaton import DEAD, DFA, START, TooLarge, compile_tr
 from minivllm.structured.regex import RegexError, parse_search
 from minivllm.structured.schema import References, Schema, SchemaError, fits_types, key_of, types_of
 
-MAX_WORK = 200_000  # schemas and characters looked at, in one document
+MAX_WORK = 500_000  # schemas and characters looked at, in one document
+_OF_AN_AUTOMATON = 500  # work
 
 
 class Instances:
     def __init__(self, references: References):
         self.references = references
         self.automaton = cache(self._automaton)
+        self._keys: dict[int, frozenset[str]] = {}  # of enumerated values, by the id of their schema
         self.work = 0
 
     def fit(self, value: Any, schema: Schema) -> bool:
@@ -43,7 +45,9 @@ class Instances:
 
     def _automaton(self, pattern: str) -> DFA:
         try:
-            return compile_tree(parse_search(pattern))
+            automaton = compile_tree(parse_search(pattern))
+            self.spend(_OF_AN_AUTOMATON + 20 * len(automaton.table))
+            return automaton
         except (RegexError, TooLarge) as e:
             raise SchemaError(f"the pattern {pattern[:100]!r} is not supported here: {e}") from None
 
@@ -52,7 +56,9 @@ class Instances:
         if key == "$ref":
             return self.fit(value, self.references(given))
         if key in ("enum", "const"):
-            return key_of(value) in map(key_of, given if key == "enum" else [given])
+            if id(schema) not in self._keys:
+                self._keys[id(schema)] = frozenset(map(key_of, schema.get("enum", [schema.get("const")])))
+            return key_of(value) in (self._keys[id(schema)] if key == "enum" else {key_of(given)})
         if key in ("allOf", "anyOf"):
             return (all if key == "allOf" else any)(self.fit(value, inner) for inner in given)
         if key == "oneOf":
@@ -122,7 +128,7 @@ class Instances:
         whole = {name.encode() for name in names}
         pending = [(START, b"")]
         for state, text in pending:  # each text that begins a name once
-            self.spend(len(automaton.table[state]))
+            self.spend(256)
             if automaton.accepting[state] and text not in whole:
                 return False
             for byte in range(256):

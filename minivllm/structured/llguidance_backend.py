@@ -14,6 +14,7 @@ import numpy as np
 
 from minivllm.structured import schema as schemas
 from minivllm.structured.base import Unsupported, Vocabulary, read_grammar, read_regex
+from minivllm.structured.instances import exactly
 from minivllm.structured.normal import Normal, normal
 from minivllm.structured.params import MAX_WHITESPACE, StructuredParams
 from minivllm.structured.regex import RegexError, parse_search, render
@@ -94,7 +95,7 @@ def _readable(found: Normal) -> schemas.Schema:
             schema["patternProperties"] = {_pattern(p): inner for p, inner in schema["patternProperties"].items()}
         if schemas.largest([schema.get("enum"), schema.get("const")]) > MAX_INTEGER:
             raise _Unheld(f"{path}: an enumerated integer beyond {MAX_INTEGER:,} is not enforced")
-        if schema.get("type") == "integer":
+        if schema.get("type") in ("integer", "number"):
             _narrow(schema, path)
     return found.schema
 
@@ -107,15 +108,17 @@ def _pattern(text: str) -> str:
 
 
 def _narrow(schema: dict[str, Any], path: str) -> None:
-    """Bounds that are doubles, which is all that llguidance reads, and fit 64 bits."""
-    for key, sign in (("minimum", 1), ("maximum", -1)):
-        if key in schema:
+    """Bounds that are doubles, which is all that llguidance reads, and of integers such as fit 64 bits. Of numbers it
+    takes a double's shortest digits as they stand."""
+    read = int if schema["type"] == "integer" else exactly
+    for key, sign in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
+        if key in schema and schemas.largest(schema[key]) > MAX_INTEGER:
             bound = float(schema[key])
-            if sign * int(bound) < sign * schema[key]:
+            while sign * read(bound) < sign * schema[key]:
                 bound = math.nextafter(bound, sign * math.inf)
-            if abs(bound) >= 2.0**63:
+            if read is int and abs(bound) >= 2.0**63:
                 raise _Unheld(f"{path}/{key} is beyond 64 bits, which is not supported")
-            schema[key] = int(bound)
+            schema[key] = int(bound) if read is int else bound
     if schema.get("minimum", -math.inf) > schema.get("maximum", math.inf):
         raise _Unheld(f"{path}: no double lies between minimum and maximum, which is not supported")
 

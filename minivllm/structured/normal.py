@@ -65,7 +65,10 @@ class Normal(NamedTuple):
 def normal(text: str) -> Normal:
     """Raises SchemaError for what is no schema, what no value fits, and what cannot be said in this form."""
     root, references = schemas.load(text)
-    return _Graph(root, references).written()
+    try:
+        return _Graph(root, references).written()
+    except RecursionError:
+        raise SchemaError("an enumerated value is nested too deeply") from None
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +115,8 @@ class _Graph:
 
     def note(self, schema: Schema, path: str) -> None:
         for place in schemas.subschemas(schema, path):
-            self.paths.setdefault(id(place.schema), place.path)
+            if isinstance(place.schema, dict):
+                self.paths.setdefault(id(place.schema), place.path)
 
     def spend(self, work: int) -> None:
         self.work += work
@@ -248,7 +252,7 @@ class _Graph:
         first, *others = choices
         rest = [{"anyOf": alternatives} for alternatives in others]
         self.kept += rest
-        inner = [self.node((*parts, alternative, *rest), f"{node.path}/{i}") for i, alternative in enumerate(first)]
+        inner = [self.node((*parts, alternative, *rest), self.path_of(alternative, node)) for alternative in first]
         inner = list(dict.fromkeys(inner))
         node.form, node.conditions = {"anyOf": inner}, [inner]
 

@@ -279,6 +279,12 @@ def test_what_a_hostile_schema_costs_is_bounded(monkeypatch):
         normal.normal(json.dumps({"enum": list(range(200)), "allOf": [{"type": "integer"}]}))
 
 
+def test_a_value_that_nests_too_deeply_is_refused():
+    deep = json.loads("[" * 900 + "]" * 900)
+    with pytest.raises(SchemaError, match="nested too deeply"):
+        normal.normal(json.dumps({"enum": [deep], "type": "array"}))
+
+
 def test_an_ordinary_schema_is_taken_as_it_is_written():
     schema = obj(name=STRING, tags=arr({"enum": ["a", "b"]}, 1, 3), kind={"anyOf": [NULL, INTEGER]}, _open=False)
     assert normal.normal(json.dumps(schema)).schema == schema

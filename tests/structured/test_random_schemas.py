@@ -7,12 +7,16 @@ import json
 import random
 from collections import Counter
 from decimal import Decimal
+from itertools import combinations
 
 import pytest
 from grammar_driver import BACKENDS
-from random_schemas import draw, exact, judge, schema
+from random_schemas import SNIPPETS, draw, exact, judge, schema
+
+from minivllm.structured.schema import KEYWORDS
 
 NUM_DRAWS = 300  # of each backend
+NUM_TRIPLES = 200
 FOUND = [  # by runs of `make fuzz`
     {"const": 2**53 + 1},
     {"enum": [2**64 + 1, [1, "a"], []]},
@@ -26,6 +30,7 @@ FOUND = [  # by runs of `make fuzz`
         "minProperties": 2,
     },
     {"properties": {"p": {"$ref": "#"}, "a": {"type": "string"}}, "required": ["p", "a"]},
+    {"minimum": 2**63 - 1, "maximum": 2**63},
     {"type": "number", "minimum": -1e300, "maximum": 5e-324},
 ]
 
@@ -38,6 +43,35 @@ def test_an_output_fits_its_schema_or_the_request_was_refused(backend):
         found[drawn.outcome] += 1
         assert drawn.outcome != "wrong", f"{seed}: {drawn.detail}\n{json.dumps(schema(random.Random(seed)))}"
     assert found["fits"] > 0.3 * NUM_DRAWS and found["cut"] < 0.05 * NUM_DRAWS, found
+
+
+def beside(snippets: tuple[dict, ...], wrap: bool) -> dict:
+    """One schema that says all, in one place; or in several, which two that speak of one keyword must."""
+    keywords = [key for snippet in snippets for key in snippet if key != "$defs"]
+    definitions = {name: s for snippet in snippets for name, s in snippet.get("$defs", {}).items()}
+    if wrap or len(set(keywords)) < len(keywords):
+        return {"allOf": list(snippets), "$defs": definitions}
+    return {key: value for snippet in snippets for key, value in snippet.items()} | {"$defs": definitions}
+
+
+def several() -> list[tuple[dict, ...]]:
+    """All pairs, and some triples."""
+    rng = random.Random(0)
+    triples = [tuple(rng.sample(SNIPPETS, 3)) for _ in range(NUM_TRIPLES)]
+    return [*combinations(SNIPPETS, 2), *triples]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keywords_beside_one_another_all_hold_or_one_of_them_is_refused_by_name(backend):
+    found: Counter[str] = Counter()
+    for seed, snippets in enumerate(several()):
+        wanted = beside(snippets, wrap=bool(seed % 2))
+        drawn = draw(wanted, backend, random.Random(seed))
+        found[drawn.outcome] += 1
+        assert drawn.outcome != "wrong", f"{json.dumps(wanted)}: {drawn.detail}"
+        reasons = ("no value fits", "any value is allowed", "an enumerated", *KEYWORDS)
+        assert drawn.outcome != "refused" or any(reason in drawn.detail for reason in reasons), drawn.detail
+    assert found["fits"] > 0.2 * found.total(), found
 
 
 @pytest.mark.parametrize("schema", FOUND)
