@@ -228,9 +228,13 @@ class Composer:
                 alternative["required"] = list(dict.fromkeys(["kind", *alternative.get("required", ())]))
             return {"oneOf": alternatives}
         if key == "not":
-            return {"not": self.schema(0)} if rng.random() < 0.2 else self.scalar(depth)
+            return self.object(depth) | {"not": self.object(0)} if rng.random() < 0.6 else {"not": self.schema(inner)}
         if key == "if":
-            return {"if": self.object(0), "then": self.object(0)} if rng.random() < 0.2 else self.object(depth)
+            return (
+                self.object(depth)
+                | {"if": self.object(0), "then": self.object(0)}
+                | self.some(**{"else": self.object(0)})
+            )
         return {key: [self.schema(inner) for _ in range(rng.randint(1, 3))]}
 
     def reference(self, depth: int) -> dict[str, Any]:
@@ -262,7 +266,7 @@ def _is_integer(checker: Any, value: Any) -> bool:
 
 
 def _is_multiple(validator: Any, step: Any, value: Any, schema: Any) -> Any:
-    if validator.is_type(value, "number") and Fraction(value) % Fraction(step):
+    if validator.is_type(value, "number") and (value in (math.inf, -math.inf) or Fraction(value) % Fraction(step)):
         yield jsonschema.ValidationError(f"{value} is no multiple of {step}")
 
 

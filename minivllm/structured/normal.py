@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from minivllm.structured import schema as schemas
 from minivllm.structured.disjoint import Alternatives
 from minivllm.structured.instances import Instances, exactly
+from minivllm.structured.negation import ABSENT, ADDED, negated
 from minivllm.structured.schema import References, Schema, SchemaError
 
 MAX_NODES = 20_000
@@ -49,8 +50,7 @@ OF_TYPE = {
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 _NEVER = ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "dependencies", "unevaluatedItems")
 _WITHOUT_EFFECT = {"then", "else", "$anchor"}  # `then` says nothing without `if`
-_ABSENT = "\0absent"  # keywords of our own: names that must not come,
-_ONLY = "\0only"  # and: no names but those that all these schemas list
+_ONLY = "\0only"  # a keyword of our own: no names but those that all these schemas list
 
 
 class Normal(NamedTuple):
@@ -99,6 +99,7 @@ class _Graph:
         self.nodes: dict[frozenset[int], _Node] = {}
         self.pending: list[_Node] = []
         self.parts: dict[int, _Part] = {}
+        self.negations: dict[int, Schema] = {}
         self.kept: list[Any] = []  # ids are keys: nothing may go
         self.work = 0
         self.note(root, "#")
@@ -207,7 +208,7 @@ class _Graph:
 
     def _split(self, schema: dict[str, Any], node: _Node) -> tuple:
         path = self.path_of(schema, node)
-        keywords = schemas.assertions(schema) | (schema.keys() & {_ABSENT, _ONLY})
+        keywords = schemas.assertions(schema) | (schema.keys() & {ABSENT, ADDED, _ONLY})
         own, inner, choices, is_scoped = {}, [], [], False
         for key, value in schema.items():
             if key in _NEVER and key in keywords:
@@ -223,6 +224,11 @@ class _Graph:
                 choices.append(value)
             elif key in ("dependentRequired", "dependentSchemas"):
                 choices += [self._dependency(name, needs) for name, needs in value.items()]
+            elif key == "not" and (alternatives := negated(value, self.negation)) is not None:
+                choices.append(alternatives or [False])
+            elif key == "if" and negated(value, self.negation) is not None:
+                others = [self.negation(value), schema.get("else", True)]
+                choices.append([{"allOf": [value, schema.get("then", True)]}, {"allOf": others}])
             elif key == "unevaluatedProperties":
                 if value is not True:
                     is_scoped = True
@@ -235,12 +241,21 @@ class _Graph:
                 own[key] = value
         return own if own != schema else schema, inner, choices, is_scoped
 
+    def negation(self, schema: Schema) -> Schema:
+        """Of one schema always the same."""
+        if isinstance(schema, bool):
+            return not schema
+        if id(schema) not in self.negations:
+            self.negations[id(schema)] = {"not": schema}
+            self.kept.append(schema)
+        return self.negations[id(schema)]
+
     def _dependency(self, name: str, needs: Any) -> list[Schema]:
         """Without a property of this name; or with it, and what it needs."""
         present: dict[str, Any] = {"required": [name, *needs] if isinstance(needs, list) else [name]}
         if not isinstance(needs, list):
             present["allOf"] = [needs]
-        return [{_ABSENT: [name]}, present]
+        return [{ABSENT: [name]}, present]
 
     def _read_choice(self, node: _Node, parts: list[dict[str, Any]], choices: list[list[Schema]]) -> None:
         combinations = 1
@@ -288,13 +303,11 @@ class _Graph:
             node.form, node.conditions = {"anyOf": found}, [found]
 
     def _refuse(self, part: dict[str, Any], node: _Node) -> None:
-        if "not" in part:
-            if part["not"] in (True, {}):
-                raise _NoValue("no value is not of any schema")
-            if part["not"] is not False:
-                raise SchemaError(f"{self.path_of(part, node)}/not is not supported, except beside enum or const")
-        if "if" in part:
-            raise SchemaError(f"{self.path_of(part, node)}/if is not supported, except beside enum or const: use anyOf")
+        for key in ("not", "if"):
+            if key in part:
+                what = "not (of `not`, or of what an `if` leaves to its `else`)" if key == "not" else key
+                why = "is not supported with these keywords, except beside enum or const"
+                raise SchemaError(f"{self.path_of(part, node)}/{what} {why}")
 
     def _form(self, name: str, path: str, parts: list[dict[str, Any]]) -> tuple[Schema, list[list[_Node]]]:
         if name in ("number", "integer"):
@@ -375,9 +388,9 @@ class _Object:
         self.parts = [part for part in parts if part.keys() & {*OF_TYPE["object"], *_OURS["object"]}]
         self.names = dict.fromkeys(name for part in self.parts for name in part.get("properties", ()))
         self.required = dict.fromkeys(name for part in self.parts for name in part.get("required", ()))
-        self.absent = {name for part in self.parts for name in part.get(_ABSENT, ())}
+        self.absent = {name for part in self.parts for name in part.get(ABSENT, ())}
         self.patterns = list(dict.fromkeys(p for part in self.parts for p in part.get("patternProperties", ())))
-        listed = any("properties" in part for part in self.parts)
+        listed = any("properties" in part and ADDED not in part for part in self.parts)
         says = any("additionalProperties" in part for part in self.parts)
         self.is_closed = listed and not says or any(_ONLY in part for part in self.parts)
         self.named = [part["propertyNames"] for part in self.parts if "propertyNames" in part]
@@ -603,7 +616,7 @@ class _Writer:
 
 
 _ALL = ("null", "boolean", "number", "string", "array", "object")
-_OURS = {"object": (_ABSENT, _ONLY)}
+_OURS = {"object": (ABSENT, _ONLY)}
 _SHORT = {"type"}  # a schema of this alone is written out
 
 

@@ -61,6 +61,16 @@ SEVERAL = {  # of one object: the names that each output has
     ),
     "dependentSchemas": (obj("", a=NULL) | {"dependentSchemas": {"a": obj(b=NULL)}}, [set(), {"a", "b"}, {"b"}]),
     "unevaluatedProperties": ({"allOf": [obj(a=NULL), obj(b=NULL)], "unevaluatedProperties": False}, [{"a", "b"}]),
+    "if and else": (
+        obj("k", k={"enum": ["a", "b"]}, a=NULL, b=NULL)
+        | {"if": {"properties": {"k": {"const": "a"}}}, "then": {"required": ["a"]}, "else": {"required": ["b"]}},
+        [{"k", "a"}, {"k", "b"}, {"k", "a", "b"}],
+    ),
+    "if of a name": (
+        obj("", a=NULL, b=NULL) | {"if": {"required": ["a"]}, "then": {"required": ["b"]}},
+        [set(), {"b"}, {"a", "b"}],
+    ),
+    "not both": (obj("", a=NULL, b=NULL) | {"not": {"required": ["a", "b"]}}, [set(), {"a"}, {"b"}]),
     "minProperties": (obj("", a=NULL, b=NULL) | {"minProperties": 2}, [{"a", "b"}]),
     "maxProperties": (obj("a", a=NULL, b=NULL) | {"maxProperties": 1}, [{"a"}]),
     "propertyNames": (
@@ -120,6 +130,9 @@ def test_a_name_that_several_keywords_meet_is_held_to_all_of_them(schema):
         ({"enum": ["abc", "ab", "b"], "pattern": "^a", "maxLength": 2}, ["ab"]),
         ({"enum": ["cat", "dog"], "oneOf": [{"pattern": "^c"}, {"maxLength": 3}]}, ["dog"]),
         ({"anyOf": [{"const": 1}, {"const": "a"}], "type": "string"}, ["a"]),
+        ({"type": "integer", "minimum": 1, "not": {"anyOf": [{"minimum": 4}, {"maximum": 2}]}}, [3]),
+        ({"type": ["boolean", "null", "string"], "not": {"type": ["boolean", "string"]}}, [None]),
+        ({"type": "string", "minLength": 1, "not": {"allOf": [{"minLength": 1}, {"type": "string"}]}}, None),
         ({"prefixItems": [INTEGER, True], "items": False, "minItems": 2, "allOf": [{"items": {"const": 7}}]}, [[7, 7]]),
         ({"type": "array", "prefixItems": [{"const": 1}, False, {"const": 2}], "minItems": 1}, [[1]]),
         ({"$ref": "#/$defs/a", "maxLength": 0, "$defs": {"a": {"type": ["string", "null"]}}, "type": "string"}, [""]),
@@ -144,8 +157,11 @@ def test_bounds_and_values_that_meet_leave_what_fits_all(schema, fitting, backen
 @pytest.mark.parametrize(
     "schema, name",
     [
-        ({"type": "object", "not": {"required": ["a"]}}, "#/not"),
-        ({"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}, "#/if"),
+        ({"type": "string", "not": {"pattern": "^a"}}, "#/not"),
+        ({"type": "string", "not": {"const": "a"}}, "#/not"),
+        ({"type": "number", "not": {"type": "integer"}}, "#/not"),
+        ({"type": "string", "if": {"pattern": "^a"}, "then": {"maxLength": 3}}, "#/if"),
+        (obj(k=STRING) | {"if": {"properties": {"k": {"const": "a"}}}, "then": {"required": ["b"]}}, "k/not"),
         (arr(INTEGER) | {"uniqueItems": True}, "#/uniqueItems"),
         (arr(INTEGER) | {"contains": {"const": 1}}, "#/contains"),
         (obj(a=arr(INTEGER) | {"unevaluatedItems": False}), "#/properties/a/unevaluatedItems"),
