@@ -292,7 +292,9 @@ def judge(schema: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------------- drawing
 
 WORDS = ('{"', '":', '", "', "true", "null", "ab", "foo", "12", "00", '"}', "}}", "]}", ", ", '"a"', "kind", "\\u00")
+WORDS += ('"\\u0061"', '"a": ', '"b": ', '"level": ', '"\\u006cevel": ', '"a', "\\u0061", "1e", "5", "null, ")
 VOCABULARY = Vocabulary((b"", *(bytes([i]) for i in range(256)), *(word.encode() for word in WORDS)), (0,))
+_WORDS = np.array([len(token) > 1 for token in VOCABULARY.tokens])
 _CLOSING = np.array([token[:1] in (b'"', b"}", b"]", b"e", b"l") for token in VOCABULARY.tokens])
 MAX_TOKENS = 160
 NUM_GUESSES = 10
@@ -383,7 +385,8 @@ def _chosen(allowed: np.ndarray, rng: random.Random) -> int:
     """Rather what brings it nearer to its end."""
     if allowed[0] and rng.random() < 0.7:
         return 0
-    ids = np.flatnonzero(allowed & _CLOSING) if rng.random() < 0.6 else ()
+    rather = rng.random()
+    ids = np.flatnonzero(allowed & (_CLOSING if rather < 0.5 else _WORDS)) if rather < 0.7 else ()
     return int(rng.choice(ids if len(ids) else np.flatnonzero(allowed)))
 
 

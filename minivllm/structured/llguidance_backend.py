@@ -15,6 +15,7 @@ import numpy as np
 from minivllm.structured import schema as schemas
 from minivllm.structured.base import Unsupported, Vocabulary, read_grammar, read_regex
 from minivllm.structured.instances import exactly
+from minivllm.structured.json_text import other_names, plain
 from minivllm.structured.normal import Normal, normal
 from minivllm.structured.params import MAX_WHITESPACE, StructuredParams
 from minivllm.structured.regex import RegexError, parse_search, render
@@ -91,13 +92,31 @@ def _readable(found: Normal) -> schemas.Schema:
             schema["pattern"] = _pattern(schema["pattern"])
         if schema.get("minProperties", 0) > len(schema.get("required", ())) + 1 and schemas.is_open(schema):
             raise _Unheld(f"{path}/minProperties is not enforced where a name could come twice")
-        if "patternProperties" in schema:
-            schema["patternProperties"] = {_pattern(p): inner for p, inner in schema["patternProperties"].items()}
+        if schema.get("type") == "object":
+            _spell_names_once(schema, path)
         if schemas.largest([schema.get("enum"), schema.get("const")]) > MAX_INTEGER:
             raise _Unheld(f"{path}: an enumerated integer beyond {MAX_INTEGER:,} is not enforced")
         if schema.get("type") in ("integer", "number"):
             _narrow(schema, path)
     return found.schema
+
+
+def _spell_names_once(schema: dict[str, Any], path: str) -> None:
+    """A name that JSON writes as `\\u0061` is "a", which llguidance does not see where it tells names from others. So
+    names that are not listed have no escapes, which are fewer than the schema admits."""
+    patterns, others = schema.get("patternProperties", {}), schema.get("additionalProperties", True)
+    if patterns and others not in (True, False):
+        raise _Unheld(f"{path}/additionalProperties is not enforced beside patternProperties")
+    spelled = {}
+    for text, inner in patterns.items():
+        tree = plain(parse_search(text))
+        if tree is None:
+            raise _Unheld(f"{path}/patternProperties needs characters that JSON escapes")
+        spelled[f"^(?:{render(tree)})$"] = inner
+    if schema.get("properties") and not patterns and others is not False:
+        spelled = {f"^(?:{render(other_names(schema['properties']))})$": others}
+    if spelled:
+        schema |= {"patternProperties": spelled, "additionalProperties": False}
 
 
 def _pattern(text: str) -> str:

@@ -7,7 +7,7 @@ import random
 
 import jsonschema
 import pytest
-from grammar_driver import BACKENDS, compiler, draw
+from grammar_driver import BACKENDS, compiler, draw, vocabulary
 from json_schemas import BOOLEAN, INTEGER, NULL, STRING, arr, obj
 
 from minivllm.errors import BadRequest
@@ -112,6 +112,30 @@ OVERLAPPING = {
 @pytest.mark.parametrize("schema", OVERLAPPING.values(), ids=list(OVERLAPPING))
 def test_a_name_that_several_keywords_meet_is_held_to_all_of_them(schema):
     assert all(outputs(schema))
+
+
+@pytest.mark.parametrize(
+    "schema, text, takes",
+    [
+        (obj(a=INTEGER, _open=STRING), '{"a": 1, "b": "x"}', True),
+        (obj(a=INTEGER, _open=STRING), '{"a": 1, "ab": "x", "": "y"}', True),
+        (obj(a=INTEGER, _open=STRING), '{"a": 1, "a": "x"}', False),
+        (obj(a=INTEGER, _open=STRING), '{"a": 1, "\\u0061": "x"}', False),
+        (obj("", a=INTEGER, abc=INTEGER, _open=STRING), '{"ab": "x", "abcd": "y", "b": "z"}', True),
+        (obj("", a=INTEGER, abc=INTEGER, _open=STRING), '{"abc": "x"}', False),
+        (obj("", a=INTEGER, abc=INTEGER, _open=STRING), '{"ab\\u0063": "x"}', False),
+        (obj("", **{"a\n": INTEGER}, _open=STRING), '{"a\\n": "x"}', False),
+        (obj("", **{"a\n": INTEGER}, _open=STRING), '{"a\\u000a": "x"}', False),
+        ({"type": "object", "patternProperties": {"^a": INTEGER}}, '{"ab": 1}', True),
+        ({"type": "object", "patternProperties": {"^a": INTEGER}}, '{"ab": "x"}', False),
+        ({"type": "object", "patternProperties": {"^a": INTEGER}}, '{"\\u0061b": "x"}', False),
+    ],
+)
+def test_a_name_is_told_from_others_however_json_spells_it(schema, text, takes):
+    grammar = compiler("llguidance").compile(StructuredParams(json=schema, disable_any_whitespace=True)).start()
+    tokens = vocabulary().tokens
+    taken = all(grammar.accept(tokens.index(bytes([byte]))) for byte in text.encode())
+    assert (taken and grammar.accept(vocabulary().eos_ids[0])) == takes
 
 
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
