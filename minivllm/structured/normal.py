@@ -232,8 +232,8 @@ class _Graph:
             elif key == "unevaluatedProperties":
                 if value is not True:
                     is_scoped = True
-                    if value is not False:
-                        raise SchemaError(f"{path}/{key} is not supported, except as true or false")
+                    if value is not False or _has_negations(schema):
+                        raise SchemaError(f"{path}/{key} is not supported, except as true or false and without `not`")
                     own[_ONLY] = True
             elif key == "nullable" and value is not False:
                 raise SchemaError(f'{path}/nullable is not JSON Schema\'s: use "type": [..., "null"]')
@@ -426,12 +426,14 @@ class _Object:
     def _property(self, name: str) -> _Node:
         self.graph.spend(len(self.parts))
         sources: list[Schema] = [False] if name in self.absent else []
+        is_evaluated = False
         for part in self.parts:
-            sources += [inner for _, inner in self.graph.instances.met_by(name, part)]
+            met = [inner for _, inner in self.graph.instances.met_by(name, part)]
+            sources += met
+            is_evaluated |= bool(met) and ADDED not in part  # what an `if` says that does not hold evaluates nothing
         if any(not self.graph.instances.fit(name, names) for names in self.named):
             sources.append(False)
-        is_listed = name in self.names or sources
-        if any(_ONLY in part for part in self.parts) and not is_listed:
+        if any(_ONLY in part for part in self.parts) and not is_evaluated:
             sources.append(False)
         return self.graph.node(sources, f"{self.path}/properties/{schemas.escaped(name)}")
 
@@ -645,6 +647,10 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
 
 def _has_values(schema: dict[str, Any]) -> bool:
     return "enum" in schema or "const" in schema
+
+
+def _has_negations(schema: dict[str, Any]) -> bool:
+    return any(isinstance(place.schema, dict) and "not" in place.schema for place in schemas.subschemas(schema))
 
 
 def _counts(what: str, parts: Sequence[dict[str, Any]]) -> tuple[int, int | None]:

@@ -39,6 +39,10 @@ SEVERAL = {  # of one object: the names that each output has
         obj(a=INTEGER) | {"oneOf": [obj(k={"const": 1}), obj(k={"const": 2}, c=NULL)]},
         [{"a", "k"}, {"a", "k", "c"}],
     ),
+    "oneOf of $ref and more": (
+        BASE | {"oneOf": [BASE_REF | obj(k={"const": "x"}), {"allOf": [BASE_REF, obj(k={"const": "y"}, c=NULL)]}]},
+        [{"id", "k"}, {"id", "k", "c"}],
+    ),
     "allOf": (obj(a=INTEGER) | {"allOf": [obj(b=NULL), obj(c=BOOLEAN)]}, [{"a", "b", "c"}]),
     "$ref": (BASE | BASE_REF | obj(a=NULL), [{"id", "a"}]),
     "$ref and anyOf": (BASE | BASE_REF | {"anyOf": [obj(b=NULL), MORE]}, [{"id", "b"}, {"id", "size"}]),

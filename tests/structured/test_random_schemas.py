@@ -31,6 +31,12 @@ FOUND = [  # by runs of `make fuzz`
     },
     {"properties": {"p": {"$ref": "#"}, "a": {"type": "string"}}, "required": ["p", "a"]},
     {"minimum": 2**63 - 1, "maximum": 2**63},
+    {
+        "type": "object",
+        "unevaluatedProperties": False,
+        "if": {"properties": {"m": {"type": "null"}}},
+        "else": {"properties": {"l": {}}},
+    },
     {"type": "number", "minimum": -1e300, "maximum": 5e-324},
 ]
 

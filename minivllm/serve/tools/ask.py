@@ -125,8 +125,9 @@ def call_schema(
     schemas: Mapping[str, Any], first: Mapping[str, Any], name: str = "name", parameters: str = "parameters"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of one call, and the definitions that it refers to."""
-    # A function's parameters become a definition of their own, and their references point into it.
+    # A function's parameters become a definition of their own, no document ($id), and their references point into it.
     definitions = {called: moved(schema, f"#/$defs/{called}") for called, schema in schemas.items()}
+    definitions = {called: {k: v for k, v in schema.items() if k != "$id"} for called, schema in definitions.items()}
     calls = [
         {
             "type": "object",
