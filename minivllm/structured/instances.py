@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from minivllm.structured.automaton import DEAD, DFA, START, TooLarge, compile_tree
+from minivllm.structured.negation import ABSENT, ONLY
 from minivllm.structured.regex import RegexError, parse_search
 from minivllm.structured.schema import References, Schema, SchemaError, fits_types, key_of, types_of
 
@@ -98,8 +99,11 @@ class Instances:
         return _sized(key, "Items", len(value), given)
 
     def _object(self, key: str, value: dict[str, Any], given: Any, schema: dict[str, Any]) -> bool:
-        if key in ("unevaluatedProperties", "dependencies"):
-            raise SchemaError(f"{key} is not supported beside enum or const")
+        if key in ("unevaluatedProperties", "dependencies", ONLY):
+            name = "unevaluatedProperties" if key == ONLY else key
+            raise SchemaError(f"{name} is not supported beside enum or const")
+        if key == ABSENT:
+            return not value.keys() & set(given)
         if key == "required":
             return value.keys() >= set(given)
         if key in ("properties", "patternProperties", "additionalProperties"):

@@ -13,7 +13,8 @@ from minivllm.structured.schema import Schema, assertions, types_of
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 ABSENT = "\0absent"  # keywords of our own: names that must not come,
-ADDED = "\0added"  # and: `properties` that close no object to others
+ADDED = "\0added"  # `properties` that close no object to others,
+ONLY = "\0only"  # no names but those that all schemas of one place list: its unevaluatedProperties are false
 Negate = Callable[[Schema], Schema]
 _OPPOSITE = {  # keyword -> the type that it is about, the keyword that says what it rules out
     "minimum": ("number", "exclusiveMaximum", 0),

@@ -30,12 +30,13 @@ from typing import Any, NamedTuple
 from minivllm.structured import schema as schemas
 from minivllm.structured.disjoint import Alternatives
 from minivllm.structured.instances import Instances, exactly
-from minivllm.structured.negation import ABSENT, ADDED, negated
+from minivllm.structured.negation import ABSENT, ADDED, ONLY, negated
 from minivllm.structured.schema import References, Schema, SchemaError
 
 MAX_NODES = 20_000
 MAX_WORK = 500_000  # keywords and properties looked at: about a second
 MAX_COMBINATIONS = 1_000  # of alternatives of several anyOf that hold at once
+MAX_EXCLUDING = 8  # alternatives of a oneOf that may fit the same value
 MAX_INLINED = 40  # nodes inside nodes before one becomes a definition
 OF_TYPE = {
     "null": (),
@@ -50,7 +51,6 @@ OF_TYPE = {
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 _NEVER = ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "dependencies", "unevaluatedItems")
 _WITHOUT_EFFECT = {"then", "else", "$anchor"}  # `then` says nothing without `if`
-_ONLY = "\0only"  # a keyword of our own: no names but those that all these schemas list
 
 
 class Normal(NamedTuple):
@@ -208,7 +208,7 @@ class _Graph:
 
     def _split(self, schema: dict[str, Any], node: _Node) -> tuple:
         path = self.path_of(schema, node)
-        keywords = schemas.assertions(schema) | (schema.keys() & {ABSENT, ADDED, _ONLY})
+        keywords = schemas.assertions(schema) | (schema.keys() & {ABSENT, ADDED, ONLY})
         own, inner, choices, is_scoped = {}, [], [], False
         for key, value in schema.items():
             if key in _NEVER and key in keywords:
@@ -217,11 +217,10 @@ class _Graph:
                 inner.append(self.references(value))
             elif key == "allOf":
                 inner += value
-            elif key in ("anyOf", "oneOf"):
-                if key == "oneOf" and (pair := self.alternatives.overlapping(value)) and not _has_values(schema):
-                    one, other = pair
-                    raise SchemaError(f"{path}/oneOf: alternatives {one} and {other} may both fit one value; use anyOf")
+            elif key == "anyOf":
                 choices.append(value)
+            elif key == "oneOf":
+                choices.append(value if _has_values(schema) else self._exactly_one(value, path))
             elif key in ("dependentRequired", "dependentSchemas"):
                 choices += [self._dependency(name, needs) for name, needs in value.items()]
             elif key == "not" and (alternatives := negated(value, self.negation)) is not None:
@@ -234,12 +233,28 @@ class _Graph:
                     is_scoped = True
                     if value is not False or _has_negations(schema):
                         raise SchemaError(f"{path}/{key} is not supported, except as true or false and without `not`")
-                    own[_ONLY] = True
+                    own[ONLY] = True
             elif key == "nullable" and value is not False:
                 raise SchemaError(f'{path}/nullable is not JSON Schema\'s: use "type": [..., "null"]')
             elif key in keywords and key not in _WITHOUT_EFFECT and key != "nullable":
                 own[key] = value
         return own if own != schema else schema, inner, choices, is_scoped
+
+    def _exactly_one(self, alternatives: list[Schema], path: str) -> list[Schema]:
+        """The same; where two may both fit, each without those that it may fit as well."""
+        pair = self.alternatives.overlapping(alternatives)
+        if pair is None:
+            return alternatives
+        can_be_negated = all(negated(inner, self.negation) is not None for inner in alternatives)
+        if len(alternatives) > MAX_EXCLUDING or not can_be_negated:
+            raise SchemaError(f"{path}/oneOf: alternatives {pair[0]} and {pair[1]} may both fit one value; use anyOf")
+        return [
+            {"allOf": [one, *(self.negation(other) for other in alternatives if self._may_meet(one, other))]}
+            for one in alternatives
+        ]
+
+    def _may_meet(self, one: Schema, other: Schema) -> bool:
+        return one is not other and self.alternatives.overlapping([one, other]) is not None
 
     def negation(self, schema: Schema) -> Schema:
         """Of one schema always the same."""
@@ -305,7 +320,7 @@ class _Graph:
     def _refuse(self, part: dict[str, Any], node: _Node) -> None:
         for key in ("not", "if"):
             if key in part:
-                what = "not (of `not`, or of what an `if` leaves to its `else`)" if key == "not" else key
+                what = "not (of `not`, of an `if` and its `else`, or of a oneOf)" if key == "not" else key
                 why = "is not supported with these keywords, except beside enum or const"
                 raise SchemaError(f"{self.path_of(part, node)}/{what} {why}")
 
@@ -392,7 +407,7 @@ class _Object:
         self.patterns = list(dict.fromkeys(p for part in self.parts for p in part.get("patternProperties", ())))
         listed = any("properties" in part and ADDED not in part for part in self.parts)
         says = any("additionalProperties" in part for part in self.parts)
-        self.is_closed = listed and not says or any(_ONLY in part for part in self.parts)
+        self.is_closed = listed and not says or any(ONLY in part for part in self.parts)
         self.named = [part["propertyNames"] for part in self.parts if "propertyNames" in part]
 
     def form(self) -> tuple[Schema, list[list[_Node]]]:
@@ -433,8 +448,10 @@ class _Object:
             is_evaluated |= bool(met) and ADDED not in part  # what an `if` says that does not hold evaluates nothing
         if any(not self.graph.instances.fit(name, names) for names in self.named):
             sources.append(False)
-        if any(_ONLY in part for part in self.parts) and not is_evaluated:
+        if any(ONLY in part for part in self.parts) and not is_evaluated:
             sources.append(False)
+        if name in self.required and any(source is False for source in sources):
+            raise _NoValue(f"the property {json.dumps(name)} is required, and excluded by what stands beside it")
         return self.graph.node(sources, f"{self.path}/properties/{schemas.escaped(name)}")
 
     def _others(self) -> dict[str, Any]:
@@ -618,7 +635,7 @@ class _Writer:
 
 
 _ALL = ("null", "boolean", "number", "string", "array", "object")
-_OURS = {"object": (ABSENT, _ONLY)}
+_OURS = {"object": (ABSENT, ONLY)}
 _SHORT = {"type"}  # a schema of this alone is written out
 
 

@@ -39,6 +39,10 @@ SEVERAL = {  # of one object: the names that each output has
         obj(a=INTEGER) | {"oneOf": [obj(k={"const": 1}), obj(k={"const": 2}, c=NULL)]},
         [{"a", "k"}, {"a", "k", "c"}],
     ),
+    "oneOf of names": (
+        obj("", a=NULL, b=NULL, c=NULL) | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
+        [{"a"}, {"b"}, {"c"}],
+    ),
     "oneOf of $ref and more": (
         BASE | {"oneOf": [BASE_REF | obj(k={"const": "x"}), {"allOf": [BASE_REF, obj(k={"const": "y"}, c=NULL)]}]},
         [{"id", "k"}, {"id", "k", "c"}],
@@ -158,6 +162,13 @@ def test_a_name_is_told_from_others_however_json_spells_it(schema, text, takes):
         ({"enum": ["abc", "ab", "b"], "pattern": "^a", "maxLength": 2}, ["ab"]),
         ({"enum": ["cat", "dog"], "oneOf": [{"pattern": "^c"}, {"maxLength": 3}]}, ["dog"]),
         ({"anyOf": [{"const": 1}, {"const": "a"}], "type": "string"}, ["a"]),
+        ({"oneOf": [{"type": "integer", "minimum": 3}, {"maximum": 4}], "enum": [2, 3, 4, 5, "x"]}, [2, 5, "x"]),
+        ({"type": "integer", "oneOf": [{"minimum": 3}, {"maximum": 4}], "minimum": 2, "maximum": 5}, [2, 5]),
+        ({"enum": [{"a": 1}, {"b": 2}, {"a": 1, "b": 2}, {}], "dependentRequired": {"a": ["b"]}, "minProperties": 1},
+         [{"b": 2}, {"a": 1, "b": 2}]),
+        ({"anyOf": [{"enum": [{"a": 1}, {"b": 2}]}], "dependentRequired": {"a": ["b"]}}, [{"b": 2}]),
+        ({"anyOf": [{"enum": [{"a": 1}, {"b": 2}]}, {"const": {"a": 3}}], "dependentRequired": {"a": ["b"]}},
+         [{"b": 2}]),
         ({"type": "integer", "minimum": 1, "not": {"anyOf": [{"minimum": 4}, {"maximum": 2}]}}, [3]),
         ({"type": ["boolean", "null", "string"], "not": {"type": ["boolean", "string"]}}, [None]),
         ({"type": "string", "minLength": 1, "not": {"allOf": [{"minLength": 1}, {"type": "string"}]}}, None),
@@ -204,7 +215,7 @@ def test_bounds_and_values_that_meet_leave_what_fits_all(schema, fitting, backen
         ({"type": "string", "allOf": [{"format": "date"}, {"format": "uuid"}]}, "format"),
         ({"type": "string", "enum": ["a"], "format": "date"}, "format"),
         ({"type": "object", "propertyNames": {"format": "date"}}, "#/propertyNames"),
-        ({"oneOf": [{"type": "string"}, {"maxLength": 3}], "minLength": 1}, "#/oneOf"),
+        ({"oneOf": [{"type": "string"}, {"pattern": "a"}], "minLength": 1}, "#/oneOf"),
     ],
     ids=lambda value: json.dumps(value)[:60],
 )  # fmt: skip

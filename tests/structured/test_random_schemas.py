@@ -37,6 +37,7 @@ FOUND = [  # by runs of `make fuzz`
         "if": {"properties": {"m": {"type": "null"}}},
         "else": {"properties": {"l": {}}},
     },
+    {"oneOf": [{"enum": [{"a": 1}, 99]}, {"const": -2.5}], "unevaluatedProperties": False},
     {"type": "number", "minimum": -1e300, "maximum": 5e-324},
 ]
 
