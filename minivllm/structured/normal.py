@@ -20,17 +20,14 @@ does), and a schema whose keywords are all of one type is of that type.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
-from math import ceil, floor, gcd, lcm
 from typing import Any, NamedTuple
 
 from minivllm.structured import schema as schemas
 from minivllm.structured.disjoint import Alternatives
-from minivllm.structured.instances import Instances, exactly
+from minivllm.structured.instances import Instances
 from minivllm.structured.negation import ABSENT, ADDED, ONLY, negated
+from minivllm.structured.normal_forms import ALL, OF_TYPE, OURS, Node, NoValue, form_of, types_left, values_of
 from minivllm.structured.schema import References, Schema, SchemaError
 
 MAX_NODES = 20_000
@@ -38,17 +35,6 @@ MAX_WORK = 500_000  # keywords and properties looked at: about a second
 MAX_COMBINATIONS = 1_000  # of alternatives of several anyOf that hold at once
 MAX_EXCLUDING = 8  # alternatives of a oneOf that may fit the same value
 MAX_INLINED = 40  # nodes inside nodes before one becomes a definition
-OF_TYPE = {
-    "null": (),
-    "boolean": (),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains", "minContains", "maxContains")
-    + ("additionalItems", "unevaluatedItems"),
-    "object": ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties")
-    + ("propertyNames", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"),
-}
-_COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 _NEVER = ("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "dependencies", "unevaluatedItems")
 _WITHOUT_EFFECT = {"then", "else", "$anchor"}  # `then` says nothing without `if`
 
@@ -71,33 +57,14 @@ def normal(text: str) -> Normal:
         raise SchemaError("an enumerated value is nested too deeply") from None
 
 
-@dataclass(eq=False, slots=True)
-class _Node:
-    """What one place of the value is held to."""
-
-    path: str
-    sources: tuple[Schema, ...]
-    is_named: bool = False  # a reference led here
-    form: Schema = True  # a schema with nodes in the place of those inside
-    conditions: list[list[_Node]] = field(default_factory=list)  # finite if of each one some is
-    is_finite: bool = False
-    why: str = ""  # there is no value
-    others: list[str] = field(default_factory=list)  # types that nothing rules out, though the keywords are of another
-    uses: int = 0
-
-
-class _NoValue(ValueError):
-    pass
-
-
 class _Graph:
     def __init__(self, root: Schema, references: References):
         self.references = references
         self.instances = Instances(references)
         self.alternatives = Alternatives(references)
         self.paths: dict[int, str] = {}
-        self.nodes: dict[frozenset[int], _Node] = {}
-        self.pending: list[_Node] = []
+        self.nodes: dict[frozenset[int], Node] = {}
+        self.pending: list[Node] = []
         self.parts: dict[int, _Part] = {}
         self.negations: dict[int, Schema] = {}
         self.kept: list[Any] = []  # ids are keys: nothing may go
@@ -124,7 +91,7 @@ class _Graph:
         if self.work > MAX_WORK:
             raise SchemaError(f"taking together what holds for the same value takes over {MAX_WORK:,} steps")
 
-    def node(self, sources: Iterable[Schema], path: str) -> _Node:
+    def node(self, sources: Iterable[Schema], path: str) -> Node:
         """Of what all of these say."""
         followed, is_named = {}, False
         for source in sources:
@@ -139,38 +106,38 @@ class _Graph:
                 raise SchemaError(f"{path}: over {MAX_NODES:,} schemas once keywords beside one another are one")
             if len(followed) == 1:
                 path = self.paths.get(*key, path)
-            self.nodes[key] = _Node(path, tuple(followed.values()))
+            self.nodes[key] = Node(path, tuple(followed.values()))
             self.pending.append(self.nodes[key])
         node = self.nodes[key]
         node.is_named |= is_named
         node.uses += 1
         return node
 
-    def made(self, path: str, form: Schema, conditions: Sequence[list[_Node]] = ()) -> _Node:
+    def made(self, path: str, form: Schema, conditions: Sequence[list[Node]] = ()) -> Node:
         """One that no set of schemas stands for."""
-        node = _Node(path, (), form=form, conditions=list(conditions), uses=1)
+        node = Node(path, (), form=form, conditions=list(conditions), uses=1)
         self.nodes[frozenset((id(node),))] = node
         return node
 
-    def read(self, node: _Node) -> None:
+    def read(self, node: Node) -> None:
         try:
             parts, choices = self._flattened(node)
-            values = next((_values(part) for part in parts if _values(part) is not None), None)
+            values = next((values_of(part) for part in parts if values_of(part) is not None), None)
             if values is not None:
                 fitting = [v for v in values if all(self.instances.fit(v, s) for s in node.sources)]
                 if not fitting:
-                    raise _NoValue("none of the enumerated values fits the keywords beside them")
+                    raise NoValue("none of the enumerated values fits the keywords beside them")
                 node.form = {"enum": fitting} if len(fitting) > 1 else {"const": fitting[0]}
             elif choices:
                 self._read_choice(node, parts, choices)
             else:
                 self._read_parts(node, parts)
-        except _NoValue as e:
+        except NoValue as e:
             node.form, node.why, node.conditions = False, f"{node.path}: {e}", [[]]
         except SchemaError as e:
             raise e if str(e).startswith("#") else SchemaError(f"{node.path}: {e}") from None
 
-    def _flattened(self, node: _Node) -> tuple[list[dict[str, Any]], list[list[Schema]]]:
+    def _flattened(self, node: Node) -> tuple[list[dict[str, Any]], list[list[Schema]]]:
         """What a node's schemas say themselves, in the document's order, and the alternatives that they leave."""
         parts: list[dict[str, Any]] = []
         choices: dict[int, list[Schema]] = {}
@@ -179,7 +146,7 @@ class _Graph:
         while pending:
             schema = pending.pop()
             if schema is False:
-                raise _NoValue("no value fits false")
+                raise NoValue("no value fits false")
             if schema is True or id(schema) in seen:
                 continue
             seen.add(id(schema))
@@ -194,7 +161,7 @@ class _Graph:
             pending += reversed(part.inner)
         return parts, list(choices.values())
 
-    def _part(self, schema: dict[str, Any], node: _Node) -> _Part:
+    def _part(self, schema: dict[str, Any], node: Node) -> _Part:
         if id(schema) not in self.parts:
             self.kept.append(schema)
             self.parts[id(schema)] = _Part(*self._split(schema, node))
@@ -203,10 +170,10 @@ class _Graph:
             raise SchemaError(f"{self.path_of(schema, node)}/unevaluatedProperties is not supported inside of others")
         return part
 
-    def path_of(self, schema: Schema, node: _Node) -> str:
+    def path_of(self, schema: Schema, node: Node) -> str:
         return self.paths.get(id(schema), node.path)
 
-    def _split(self, schema: dict[str, Any], node: _Node) -> tuple:
+    def _split(self, schema: dict[str, Any], node: Node) -> tuple:
         path = self.path_of(schema, node)
         keywords = schemas.assertions(schema) | (schema.keys() & {ABSENT, ADDED, ONLY})
         own, inner, choices, is_scoped = {}, [], [], False
@@ -272,7 +239,7 @@ class _Graph:
             present["allOf"] = [needs]
         return [{ABSENT: [name]}, present]
 
-    def _read_choice(self, node: _Node, parts: list[dict[str, Any]], choices: list[list[Schema]]) -> None:
+    def _read_choice(self, node: Node, parts: list[dict[str, Any]], choices: list[list[Schema]]) -> None:
         combinations = 1
         for alternatives in choices:
             combinations *= len(alternatives)
@@ -288,70 +255,48 @@ class _Graph:
 
     # -------------------------------------------------------------------------------------------- of each type its own
 
-    def _read_parts(self, node: _Node, parts: list[dict[str, Any]]) -> None:
+    def _read_parts(self, node: Node, parts: list[dict[str, Any]]) -> None:
         for part in parts:
             self._refuse(part, node)
-        types = _types(parts)
+        types = types_left(parts)
         if not types:
-            raise _NoValue("no type is left")
+            raise NoValue("no type is left")
         of_parts = {key for part in parts for key in part}
-        about = [name for name, keys in OF_TYPE.items() if of_parts.intersection((*keys, *_OURS.get(name, ())))]
+        about = [name for name, keys in OF_TYPE.items() if of_parts.intersection((*keys, *OURS.get(name, ())))]
         if len(about) == 1 and not any("type" in part for part in parts):
             node.others = [name for name in types if name not in about]
             types = tuple(about)
         bare = [name for name in types if {"integer": "number"}.get(name, name) not in about]
         if len(bare) == len(types):
-            node.form = {"type": list(types) if len(types) > 1 else types[0]} if set(types) != set(_ALL) else True
+            node.form = {"type": list(types) if len(types) > 1 else types[0]} if set(types) != set(ALL) else True
             return
         found, why = [self.made(node.path, {"type": bare if len(bare) > 1 else bare[0]})] if bare else [], ""
         for name in types:
             if name not in bare:
                 try:
-                    found.append(self.made(node.path, *self._form(name, node.path, parts)))
-                except _NoValue as e:
+                    found.append(self.made(node.path, *form_of(name, self, node.path, parts)))
+                except NoValue as e:
                     why = why or str(e)
         if not found:
-            raise _NoValue(why)
+            raise NoValue(why)
         if len(found) == 1:
             node.form, node.conditions = found[0].form, found[0].conditions
         else:
             node.form, node.conditions = {"anyOf": found}, [found]
 
-    def _refuse(self, part: dict[str, Any], node: _Node) -> None:
+    def _refuse(self, part: dict[str, Any], node: Node) -> None:
         for key in ("not", "if"):
             if key in part:
                 what = "not (of `not`, of an `if` and its `else`, or of a oneOf)" if key == "not" else key
                 why = "is not supported with these keywords, except beside enum or const"
                 raise SchemaError(f"{self.path_of(part, node)}/{what} {why}")
 
-    def _form(self, name: str, path: str, parts: list[dict[str, Any]]) -> tuple[Schema, list[list[_Node]]]:
-        if name in ("number", "integer"):
-            return _number(name == "integer", parts), []
-        if name == "string":
-            return self._string(parts), []
-        if name == "array":
-            return _Array(self, path, parts).form()
-        return _Object(self, path, parts).form()
-
-    def _string(self, parts: list[dict[str, Any]]) -> Schema:
-        low, high = _counts("Length", parts)
-        patterns, formats = (list(dict.fromkeys(p[key] for p in parts if key in p)) for key in ("pattern", "format"))
-        if len(formats) > 1:
-            raise SchemaError("format: two of them for one string are not supported")
-        form: dict[str, Any] = {"type": "string"} | ({"format": formats[0]} if formats else {})
-        form |= ({"minLength": low} if low else {}) | ({"maxLength": high} if high is not None else {})
-        if patterns:
-            form["pattern"] = patterns[0]
-        if len(patterns) > 1:
-            form["allOf"] = [{"pattern": pattern} for pattern in patterns[1:]]
-        return form
-
     # ----------------------------------------------------------------------------------------------------- what is left
 
     def _find_finite(self) -> None:
-        meets: dict[int, list[tuple[_Node, int]]] = {}
+        meets: dict[int, list[tuple[Node, int]]] = {}
         unmet: dict[int, int] = {}
-        finite: list[_Node] = []
+        finite: list[Node] = []
         for node in self.nodes.values():
             unmet[id(node)] = len(node.conditions)
             for which, others in enumerate(node.conditions):
@@ -395,174 +340,6 @@ class _Part(NamedTuple):
     is_scoped: bool  # its unevaluatedProperties looks at what stands beside it, and not around it
 
 
-class _Object:
-    """What several schemas say of an object."""
-
-    def __init__(self, graph: _Graph, path: str, parts: list[dict[str, Any]]):
-        self.graph, self.path = graph, path
-        self.parts = [part for part in parts if part.keys() & {*OF_TYPE["object"], *_OURS["object"]}]
-        self.names = dict.fromkeys(name for part in self.parts for name in part.get("properties", ()))
-        self.required = dict.fromkeys(name for part in self.parts for name in part.get("required", ()))
-        self.absent = {name for part in self.parts for name in part.get(ABSENT, ())}
-        self.patterns = list(dict.fromkeys(p for part in self.parts for p in part.get("patternProperties", ())))
-        listed = any("properties" in part and ADDED not in part for part in self.parts)
-        says = any("additionalProperties" in part for part in self.parts)
-        self.is_closed = listed and not says or any(ONLY in part for part in self.parts)
-        self.named = [part["propertyNames"] for part in self.parts if "propertyNames" in part]
-
-    def form(self) -> tuple[Schema, list[list[_Node]]]:
-        low, high = _counts("Properties", self.parts)
-        others = self._others()
-        names = dict.fromkeys((*self.names, *self.required, *sorted(self.absent)))
-        properties = {name: self._property(name) for name in names if not self._is_out(name, others)}
-        if high is not None and high <= len(self.required):
-            if high < len(self.required):
-                raise _NoValue("it has more required properties than maxProperties")
-            properties = {name: inner for name, inner in properties.items() if name in self.required}
-            others, high = {"additionalProperties": False}, None
-        if high is not None and others == {"additionalProperties": False} and high >= len(properties):
-            high = None
-        if others == {"additionalProperties": False} and low > len(properties):
-            raise _NoValue("it has fewer properties than minProperties")
-        if others == {"additionalProperties": False} and low == len(properties):
-            self.required |= dict.fromkeys(properties)
-        form: dict[str, Any] = {"type": "object"}
-        if properties or others == {"additionalProperties": False}:
-            form["properties"] = properties
-        form |= {"required": list(self.required)} if self.required else {}
-        form |= others | ({"minProperties": low} if low > len(self.required) else {})
-        form |= {"maxProperties": high} if high is not None else {}
-        return form, [[properties[name]] for name in self.required]
-
-    def _is_out(self, name: str, others: dict[str, Any]) -> bool:
-        """Whether it need not be said that it must not come."""
-        return name in self.absent and name not in self.required and others == {"additionalProperties": False}
-
-    def _property(self, name: str) -> _Node:
-        self.graph.spend(len(self.parts))
-        sources: list[Schema] = [False] if name in self.absent else []
-        is_evaluated = False
-        for part in self.parts:
-            met = [inner for _, inner in self.graph.instances.met_by(name, part)]
-            sources += met
-            is_evaluated |= bool(met) and ADDED not in part  # what an `if` says that does not hold evaluates nothing
-        if any(not self.graph.instances.fit(name, names) for names in self.named):
-            sources.append(False)
-        if any(ONLY in part for part in self.parts) and not is_evaluated:
-            sources.append(False)
-        if name in self.required and any(source is False for source in sources):
-            raise _NoValue(f"the property {json.dumps(name)} is required, and excluded by what stands beside it")
-        return self.graph.node(sources, f"{self.path}/properties/{schemas.escaped(name)}")
-
-    def _others(self) -> dict[str, Any]:
-        """Keywords for names that are not listed."""
-        general: list[Schema] = [part["additionalProperties"] for part in self.parts if "additionalProperties" in part]
-        if self.is_closed:
-            general.append(False)
-        patterns = {pattern: self._of_pattern(pattern) for pattern in self._distinct()}
-        if self.named:
-            patterns, general = self._by_name(patterns, general)
-        found: dict[str, Any] = {}
-        names = {*self.names, *self.absent, *self.required}
-        kept = {
-            pattern: self.graph.node(sources, f"{self.path}/patternProperties/{schemas.escaped(pattern)}")
-            for pattern, sources in patterns.items()
-            if not self.graph.instances.only_these(pattern, names)
-        }
-        if kept:
-            found["patternProperties"] = kept
-        if False in [source for source in general if isinstance(source, bool)]:
-            return found | {"additionalProperties": False}
-        if general or self.names or self.absent or self.required:
-            found["additionalProperties"] = self.graph.node(general, f"{self.path}/additionalProperties")
-        return found
-
-    def _distinct(self) -> list[str]:
-        names = {*self.names, *self.absent, *self.required}
-        patterns = [p for p in self.patterns if not self.graph.instances.only_these(p, names)]
-        for i, one in enumerate(patterns):
-            for other in patterns[:i]:
-                if self.graph.instances.meet(one, other):
-                    raise SchemaError(
-                        f"{self.path}/patternProperties: a name may meet both {json.dumps(other)} and "
-                        f"{json.dumps(one)}, which is not supported"
-                    )
-        return patterns
-
-    def _of_pattern(self, pattern: str) -> list[Schema]:
-        """Names that match it match no other."""
-        found = []
-        for part in self.parts:
-            if pattern in part.get("patternProperties", ()):
-                found.append(part["patternProperties"][pattern])
-            elif "additionalProperties" in part:
-                found.append(part["additionalProperties"])
-        return found
-
-    def _by_name(
-        self, patterns: dict[str, list[Schema]], general: list[Schema]
-    ) -> tuple[dict[str, list[Schema]], list[Schema]]:
-        """The same, where propertyNames hold: what names they are becomes a list of names, or a pattern."""
-        saying = [s for s in self.named if s is not True and s not in ({}, {"type": "string"})]
-        if False in [source for source in general if isinstance(source, bool)] and not patterns or not saying:
-            return patterns, general
-        for names in saying:
-            listed = _values(names) if isinstance(names, dict) else []
-            if listed is not None:
-                self.names |= dict.fromkeys(n for n in listed if isinstance(n, str))
-                return {}, [False]
-        if len(saying) > 1 or patterns or not saying[0].keys() & {"pattern", "minLength", "maxLength"}:
-            raise SchemaError(f"{self.path}/propertyNames is not supported here")
-        (names,) = saying
-        low, high = _counts("Length", [names])
-        pattern = names.get("pattern", rf"^[\s\S]{{{low},{'' if high is None else high}}}$")
-        is_simple = schemas.assertions(names) - {"type"} in ({"pattern"}, {"minLength"}, {"maxLength"})
-        if not is_simple and schemas.assertions(names) - {"type"} != {"minLength", "maxLength"}:
-            raise SchemaError(f"{self.path}/propertyNames is not supported with these keywords beside one another")
-        return {pattern: general}, [False]
-
-
-class _Array:
-    """What several schemas say of an array."""
-
-    def __init__(self, graph: _Graph, path: str, parts: list[dict[str, Any]]):
-        self.graph, self.path, self.parts = graph, path, parts
-
-    def form(self) -> tuple[Schema, list[list[_Node]]]:
-        low, high = _counts("Items", self.parts)
-        for part in self.parts:
-            self._refuse(part, high)
-        num_first = max(len(part.get("prefixItems", ())) for part in self.parts)
-        num_first = num_first if high is None else min(num_first, high)
-        first = [self._item(i, "prefixItems") for i in range(num_first)]
-        says = any("items" in part for part in self.parts)
-        form: dict[str, Any] = {"type": "array"} | ({"prefixItems": first} if first else {})
-        conditions = [[item] for item in first[:low]]
-        if says or num_first < low:
-            form["items"] = self._item(num_first, "items")
-            conditions += [[form["items"]]] if num_first < low else []
-        elif first:
-            form["items"] = False
-        form |= ({"minItems": low} if low else {}) | ({"maxItems": high} if high is not None else {})
-        return form, conditions
-
-    def _item(self, i: int, keyword: str) -> _Node:
-        sources = []
-        for part in self.parts:
-            first = part.get("prefixItems", ())
-            sources += [first[i]] if i < len(first) else [part["items"]] if "items" in part else []
-        self.graph.spend(len(self.parts))
-        return self.graph.node(sources, f"{self.path}/{keyword}" + f"/{i}" * (keyword == "prefixItems"))
-
-    def _refuse(self, part: dict[str, Any], high: int | None) -> None:
-        if isinstance(part.get("items"), list):
-            raise SchemaError(f"{self.path}/items as a list is the notation of older drafts; use prefixItems")
-        if part.get("uniqueItems") and (high is None or high > 1):
-            raise SchemaError(f"{self.path}/uniqueItems is not supported, except with maxItems 1")
-        if "contains" in part and (part.get("minContains", 1) or "maxContains" in part):
-            raise SchemaError(f"{self.path}/contains is not supported")
-
-
 class _Writer:
     """The nodes as one document."""
 
@@ -570,7 +347,7 @@ class _Writer:
         self.graph = graph
         self.names: dict[int, str] = {}
         self.places: dict[int, str] = {}
-        self.pending: list[_Node] = []
+        self.pending: list[Node] = []
 
     def normal(self) -> Normal:
         root = self.schema(self.graph.root, 0)
@@ -583,7 +360,7 @@ class _Writer:
             root = {"$ref": f"#/$defs/{self.names[id(self.graph.root)]}"}
         return Normal(root | {"$defs": definitions} if definitions else root, self.places)
 
-    def inner(self, node: _Node, depth: int) -> Schema:
+    def inner(self, node: Node, depth: int) -> Schema:
         if not node.is_finite:
             return False
         if isinstance(node.form, bool) or node.form.keys() <= _SHORT or not (
@@ -595,7 +372,7 @@ class _Writer:
             self.pending.append(node)
         return {"$ref": f"#/$defs/{self.names[id(node)]}"}
 
-    def schema(self, node: _Node, depth: int) -> Schema:
+    def schema(self, node: Node, depth: int) -> Schema:
         if isinstance(node.form, bool):
             return node.form
         written = self._written(node.form, depth + 1)
@@ -626,7 +403,7 @@ class _Writer:
             written["prefixItems"] = [self.inner(inner, depth) for inner in first[:ends]]
         if ends is not None:
             written["items"] = False
-        elif isinstance(form.get("items"), _Node):
+        elif isinstance(form.get("items"), Node):
             written["items"] = self.inner(form["items"], depth)
         if written.get("items") is False and not written.get("prefixItems"):
             written.pop("prefixItems", None)
@@ -634,32 +411,7 @@ class _Writer:
         return written
 
 
-_ALL = ("null", "boolean", "number", "string", "array", "object")
-_OURS = {"object": (ABSENT, ONLY)}
 _SHORT = {"type"}  # a schema of this alone is written out
-
-
-def _types(parts: list[dict[str, Any]]) -> tuple[str, ...]:
-    """That all parts allow, in the order of the first that names some."""
-    found: list[str] | None = None
-    for part in parts:
-        types = schemas.types_of(part)
-        if not types:
-            continue
-        if found is None:
-            found = [t for t in dict.fromkeys(types) if t != "integer" or "number" not in types]
-        elif "number" not in types:
-            found = ["integer" if t == "number" and "integer" in types else t for t in found]
-            found = [t for t in found if t in types]
-        else:
-            found = [t for t in found if t in types or t == "integer"]
-    return _ALL if found is None else tuple(found)
-
-
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    return schema.get("enum")
 
 
 def _has_values(schema: dict[str, Any]) -> bool:
@@ -668,55 +420,3 @@ def _has_values(schema: dict[str, Any]) -> bool:
 
 def _has_negations(schema: dict[str, Any]) -> bool:
     return any(isinstance(place.schema, dict) and "not" in place.schema for place in schemas.subschemas(schema))
-
-
-def _counts(what: str, parts: Sequence[dict[str, Any]]) -> tuple[int, int | None]:
-    low = max((int(part[f"min{what}"]) for part in parts if f"min{what}" in part), default=0)
-    high = min((int(part[f"max{what}"]) for part in parts if f"max{what}" in part), default=None)
-    if high is not None and low > high:
-        raise _NoValue(f"min{what} is {low} and max{what} {high}")
-    return low, high
-
-
-def _number(is_integer: bool, parts: list[dict[str, Any]]) -> Schema:
-    steps = [exactly(part["multipleOf"]) for part in parts if "multipleOf" in part]
-    if any(step <= 0 for step in steps):
-        raise SchemaError("multipleOf must be above 0")
-    steps += [Fraction(1)] if is_integer else []
-    step = None
-    if steps:
-        step = Fraction(lcm(*(s.numerator for s in steps)), gcd(*(s.denominator for s in steps)))
-        is_integer = step.denominator == 1
-    lows = [(exactly(p[key]), key != "minimum") for p in parts for key in ("minimum", "exclusiveMinimum") if key in p]
-    highs = [(exactly(p[key]), key == "maximum") for p in parts for key in ("maximum", "exclusiveMaximum") if key in p]
-    low, high = max(lows, default=None), min(highs, default=None)
-    if step is not None:
-        return _multiples(is_integer, step, low, high)
-    if low and high and (low[0] > high[0] or low[0] == high[0] and (low[1] or not high[1])):
-        raise _NoValue("no number is so large and so small")
-    form: dict[str, Any] = {"type": "number"}
-    form |= {("exclusiveMinimum" if low[1] else "minimum"): _plain(low[0])} if low else {}
-    return form | ({("maximum" if high[1] else "exclusiveMaximum"): _plain(high[0])} if high else {})
-
-
-def _multiples(
-    is_integer: bool, step: Fraction, low: tuple[Fraction, bool] | None, high: tuple[Fraction, bool] | None
-) -> Schema:
-    """With the first and the last multiple as bounds, which the bounds themselves need not be."""
-    form: dict[str, Any] = {"type": "integer" if is_integer else "number"}
-    first = last = None
-    if low:
-        first = (floor(low[0] / step) + 1 if low[1] else ceil(low[0] / step)) * step
-        form["minimum"] = _plain(first)
-    if high:
-        last = (floor(high[0] / step) if high[1] else ceil(high[0] / step) - 1) * step
-        form["maximum"] = _plain(last)
-    if first is not None and last is not None and first > last:
-        raise _NoValue("no number of these multiples is so large and so small")
-    if first is not None and first == last:
-        return {"const": _plain(first)}
-    return form | ({"multipleOf": _plain(step)} if step != 1 else {})
-
-
-def _plain(number: Fraction) -> int | float:
-    return int(number) if number.denominator == 1 else float(number)
