@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from decimal import Decimal
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from minivllm.structured.regex import RegexError, parse_search, render
 # Where only one text can follow, it would allow that text's usual tokens alone; here every token that fits is allowed,
 # as with the other backends.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
+MAX_STEP = 1_000  # it follows the remainder as a state: with 99,991 of them it does not come back
 MAX_INTEGER = 2**53  # of a value that stands for itself: beyond, llguidance writes the nearest double's digits
 
 
@@ -90,6 +92,8 @@ def _readable(found: Normal) -> schemas.Schema:
             continue
         if "pattern" in schema:
             schema["pattern"] = _pattern(schema["pattern"])
+        if _digits(schema.get("multipleOf", 1)) > MAX_STEP:
+            raise _Unheld(f"{path}/multipleOf is not enforced beyond {MAX_STEP:,}")
         if schema.get("minProperties", 0) > len(schema.get("required", ())) + 1 and schemas.is_open(schema):
             raise _Unheld(f"{path}/minProperties is not enforced where a name could come twice")
         if schema.get("type") == "object":
@@ -124,6 +128,11 @@ def _pattern(text: str) -> str:
         return f"^(?:{render(parse_search(text))})$"
     except RegexError:  # llguidance knows more of them (\\p{L}), and refuses others
         return text
+
+
+def _digits(step: int | float) -> int:
+    """Of a step, without its point."""
+    return int(f"{Decimal(repr(step)):f}".removesuffix(".0").replace(".", ""))
 
 
 def _narrow(schema: dict[str, Any], path: str) -> None:

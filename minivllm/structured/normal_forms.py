@@ -25,6 +25,7 @@ OF_TYPE = {
     "object": ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties")
     + ("propertyNames", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"),
 }
+MAX_LISTED = 100  # multiples between two bounds that are listed: not every library finds a way to all of them
 ALL = ("null", "boolean", "number", "string", "array", "object")
 OURS = {"object": (ABSENT, ONLY)}
 
@@ -320,6 +321,8 @@ def _multiples(
         raise NoValue("no number of these multiples is so large and so small")
     if first is not None and first == last:
         return {"const": _plain(first)}
+    if step != 1 and first is not None and last is not None and last - first <= MAX_LISTED * step:
+        return {"enum": [_plain(first + i * step) for i in range(int((last - first) / step) + 1)]}
     return form | ({"multipleOf": _plain(step)} if step != 1 else {})
 
 

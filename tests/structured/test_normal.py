@@ -294,6 +294,15 @@ def test_recursion_beside_other_keywords_ends():
     )
 
 
+@pytest.mark.parametrize("step", [99991, 2**31, 1009, 1e-7 * 10007])
+def test_a_step_of_many_remainders_is_refused_by_name(step):
+    with pytest.raises(BadRequest, match="#/multipleOf is not enforced beyond 1,000"):
+        compiler("llguidance").compile(StructuredParams(json={"type": "number", "multipleOf": step}))
+    assert outputs({"type": "integer", "multipleOf": 5_000_000, "minimum": 1, "maximum": 10**8})
+    assert outputs({"type": "number", "multipleOf": 0.01, "minimum": 0})
+    assert outputs({"type": "integer", "multipleOf": 1000, "minimum": 17, "maximum": 10**7 - 1})
+
+
 def choices(num: int, width: int = 2) -> dict:
     names = [[f"{letter}{i}" for letter in "abcdefgh"[:width]] for i in range(num)]
     return {"allOf": [{"anyOf": [obj(**{name: NULL}) for name in some]} for some in names]}
