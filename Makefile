@@ -169,7 +169,7 @@ soak: $(INSTALLED)  ## fail if a server's memory, files, tasks or blocks grow un
 
 FUZZ_SECONDS ?= 3600
 # What it finds becomes a file of tests/fuzz/corpus, which every run of the tests then reads.
-fuzz: $(INSTALLED)  ## whatever bytes at the parsers of models' files, schemas, requests: an hour (FUZZ_SECONDS=60 ARGS="regex")
+fuzz: $(INSTALLED)  ## 50,000 random schemas; whatever bytes at all parsers: an hour (FUZZ_SECONDS=60 ARGS="schemas regex")
 	PYTHONPATH=.:tests $(PY) -m fuzz.run --seconds $(FUZZ_SECONDS) $(ARGS)
 
 attack: $(INSTALLED)  ## what one client can do to others: a table (ARGS="H4 conversations": some of them)

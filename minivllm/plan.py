@@ -30,6 +30,7 @@ NO_MEMORY = "the step needed more memory than the machine has left"
 NO_DISTRIBUTION = "the logits are NaN or all masked: no token can be chosen (check the weights and the dtype)"
 NOT_FINITE = "the model computed a vector with numbers that are not finite (NaN or infinity)"
 TOO_SLOW = "the grammar is too slow"  # and on goes the message
+LEADS_NOWHERE = "the grammar leads nowhere: no token may follow, and the output is no whole text of it"
 NO_LOGITS = "a simulated model has no logits"  # likewise
 
 

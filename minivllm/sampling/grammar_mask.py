@@ -14,6 +14,9 @@ How it meets other parameters:
 Behind a prelude (structured/prelude.py) it is the answer that is as long as min_tokens, and that a bias towards a token
 that ends it makes shorter: in the prelude such a bias is withheld.
 
+A grammar may lead to where no token follows and the output is not complete: a library has not seen that something in
+it has no end, or the vocabulary has no token for it. No mask allows the end there, and the request ends with an error.
+
 Grammars are followed in the step that all share, and a library may follow a client's for seconds: the ways to read its
 text so far grow with the text. So a request ends with an error when following its last token and finding its mask took
 over TOKEN_SECONDS; when the slow ones of a grammar took over STEP_SECONDS in one step (a request has many sequences);
@@ -32,7 +35,7 @@ import torch
 from torch import Tensor
 
 from minivllm.kernels.cpu import mask as mask_kernel
-from minivllm.plan import TOO_SLOW
+from minivllm.plan import LEADS_NOWHERE, TOO_SLOW
 from minivllm.request import SamplingParams
 from minivllm.sampling.processors import NEG_INF
 from minivllm.structured.base import CompiledGrammar, Grammar
@@ -161,9 +164,11 @@ class GrammarMask:
             begin = self.clock()
             state.grammar.fill_mask(mask)
             seconds = self._spent(state, self.clock() - begin) + state.seconds
-            if seconds <= TOKEN_SECONDS:
+            if seconds <= TOKEN_SECONDS and mask.any():
                 return self._end(mask, state)
-            self._fail(row, f"a token took {1e3 * seconds:.0f} ms", TOKEN_SECONDS)
+            if seconds > TOKEN_SECONDS:
+                self._fail(row, f"a token took {1e3 * seconds:.0f} ms", TOKEN_SECONDS)
+            self.failures.setdefault(row, LEADS_NOWHERE)
         mask[:] = 0
 
     def _spent(self, state: _Row, seconds: float) -> float:

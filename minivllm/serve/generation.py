@@ -34,7 +34,7 @@ from minivllm.engine.prepare import check_prompt_logprobs, num_logprobs
 from minivllm.engine.prompt_embeds import KEY as PROMPT_EMBEDS
 from minivllm.engine.tokenizer import LONGEST_TOKEN
 from minivllm.errors import BadRequest
-from minivllm.plan import NO_DISTRIBUTION, NO_LOGITS, NO_MEMORY, TOO_SLOW
+from minivllm.plan import LEADS_NOWHERE, NO_DISTRIBUTION, NO_LOGITS, NO_MEMORY, TOO_SLOW
 from minivllm.registry import did_you_mean
 from minivllm.request import BeamSearchParams, Beside, SamplingParams
 from minivllm.serve import bodies, errors
@@ -483,7 +483,8 @@ def raise_if_failed(output: RequestOutput, params: SamplingParams | BeamSearchPa
     """An engine-side failure or abort is no answer: the client is told, with a status that says whose fault it is."""
     if output.error == NO_DISTRIBUTION and isinstance(params, SamplingParams) and params.restricts:
         raise BadRequest("no token may follow: what the request allows and what it forbids leave nothing to choose")
-    if output.error and output.error.startswith(TOO_SLOW) and isinstance(params, SamplingParams) and params.structured:
+    is_of_grammar = output.error and output.error.startswith((TOO_SLOW, LEADS_NOWHERE))
+    if is_of_grammar and isinstance(params, SamplingParams) and params.structured:
         raise params.structured.error(output.error)
     if output.error and output.error.startswith(NO_LOGITS):
         raise BadRequest(output.error)

@@ -46,6 +46,25 @@ class DFA:
         table = np.frombuffer(data, np.int32, -1, 260 + num_states) if num_states else np.empty(0, np.int32)
         return cls(table.reshape(num_states, -1), classes, accepting)
 
+    def spelled(self, bytes_: np.ndarray) -> DFA:
+        """What of it can be written with these bytes, [256] bool. START is dead if that is nothing."""
+        columns = np.zeros(self.table.shape[1], bool)
+        columns[self.classes[bytes_]] = True
+        if columns.all():
+            return self
+        table = np.where(columns, self.table, DEAD)
+        lives = self.accepting.copy()
+        target, source = table.T.ravel(), np.tile(np.arange(len(table)), table.shape[1])
+        order = np.argsort(target, kind="stable")
+        begins, source = np.searchsorted(target[order], np.arange(len(table) + 1)), source[order]
+        pending = np.flatnonzero(lives).tolist()
+        for state in pending:  # grows while it is read
+            before = np.unique(source[begins[state] : begins[state + 1]])
+            new = before[~lives[before]]
+            lives[new] = True
+            pending += new.tolist()
+        return DFA(np.where(lives[table], table, DEAD).astype(np.int32), self.classes, self.accepting & lives)
+
     def next(self, state: int, data: bytes) -> int:
         for byte in data:
             state = self.table[state, self.classes[byte]]

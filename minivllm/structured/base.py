@@ -47,6 +47,13 @@ class Vocabulary:
         return TokenTrie(self.tokens)
 
     @cached_property
+    def spelled(self) -> np.ndarray:
+        """[256] bool: the bytes that some token holds."""
+        found = np.zeros(256, bool)
+        found[list(set(b"".join(self.tokens)))] = True
+        return found
+
+    @cached_property
     def by_first_byte(self) -> dict[int, list[int]]:
         """Ids of tokens, by the first byte that they add."""
         found: dict[int, list[int]] = {}
@@ -81,7 +88,8 @@ class Grammar(Protocol):
         """Forget the last tokens that were accepted."""
 
     def fill_mask(self, out: np.ndarray) -> None:
-        """out [num_words] int32: the tokens allowed next; once terminated, the end-of-sequence tokens alone."""
+        """out [num_words] int32: the tokens allowed next; once terminated, the end-of-sequence tokens alone. None where
+        no token leads on and the output is no text of the language: the request must end with an error."""
 
 
 class CompiledGrammar(Protocol):

@@ -36,7 +36,12 @@ class DFABackend:
 
     def build(self, params: StructuredParams, source: bytes) -> CompiledDFA:
         assert self.vocabulary.trie  # made here, beside the step loop, and not by the first mask
-        return CompiledDFA(DFA.unpacked(source), self.vocabulary)
+        dfa = DFA.unpacked(source).spelled(self.vocabulary.spelled)
+        if not dfa.accepting[START] and not dfa.table[START].any():
+            raise Unsupported(
+                f"{params.field}: {params.kind}: the model has no tokens for any of its texts", params.field
+            )
+        return CompiledDFA(dfa, self.vocabulary)
 
     def _tree(self, params: StructuredParams) -> regex.Node:
         if params.kind == "regex":

@@ -11,25 +11,23 @@ is polynomial, and the work of a document has a limit besides.
 
 from __future__ import annotations
 
-import json
 from itertools import chain, combinations, product
 from typing import Any
 
-from minivllm.structured.schema import TYPES, Schema, SchemaError, fits_types, resolve, types_of
+from minivllm.structured.schema import TYPES, References, Schema, SchemaError, fits_types, key_of, types_of
 
 MAX_DEPTH = 8  # of properties inside properties, and of references
 MAX_WORK = 200_000  # comparisons of two schemas, and values looked at, in one document: about a second
 
 
 class Alternatives:
-    """Of one document, `root`. Nothing of it may change meanwhile: schemas are known by their ids."""
+    """Of one document. Nothing of it may change meanwhile: schemas are known by their ids."""
 
-    def __init__(self, root: Schema):
-        self.root = root
+    def __init__(self, references: References):
+        self.references = references
         self.work = 0
         self._found: dict[int, tuple[list[Schema], tuple[int, int] | None]] = {}  # by a oneOf, which is kept alive
         self._disjoint_pairs: dict[tuple[int, int, int], bool] = {}  # by two schemas and the depth that is left
-        self._resolved: dict[str, Schema] = {}
         self._keys: dict[int, frozenset[str] | None] = {}  # of the values of a schema
         self._required: dict[int, frozenset[str]] = {}
 
@@ -66,17 +64,25 @@ class Alternatives:
 
     def _compare(self, a: Schema, b: Schema, depth: int) -> bool:
         self._spend(1)
-        a, b = (self._follow(s, depth) for s in (a, b))
         if a is False or b is False:
             return True
         if a is True or b is True or not depth:
             return False
+        parts_a, parts_b = self._parts(a, depth), self._parts(b, depth)
+        self._spend(len(parts_a) * len(parts_b))
+        if any(self._apart(one, other) for one in parts_a for other in parts_b):
+            return True
+        for parts, whole in ((parts_a, b), (parts_b, a)):
+            choices = (part[key] for part in parts for key in ("anyOf", "oneOf") if key in part)
+            if any(all(self._disjoint(inner, whole, depth - 1) for inner in choice) for choice in choices):
+                return True
+        types = set.intersection(*map(_types, (*parts_a, *parts_b)))
+        return not types or types == {"object"} and self._told_apart(parts_a, parts_b, depth)
+
+    def _apart(self, a: dict[str, Any], b: dict[str, Any]) -> bool:
+        """By their own types and values."""
         if not (_types(a) & _types(b)):
             return True
-        for one, other in ((a, b), (b, a)):
-            for key in ("anyOf", "oneOf"):
-                if key in one:
-                    return all(self._disjoint(inner, other, depth - 1) for inner in one[key])
         keys_a, keys_b = self._keys_of(a), self._keys_of(b)
         if keys_a is not None and keys_b is not None:
             self._spend(min(len(keys_a), len(keys_b)))
@@ -86,35 +92,40 @@ class Alternatives:
                 self._spend(len(values))
                 if not any(fits_types(v, types_of(other)) for v in values):
                     return True
-        if _types(a) & _types(b) == {"object"}:
-            return self._told_apart(a, b, depth)
         return False
 
-    def _told_apart(self, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
+    def _told_apart(self, a: list[dict[str, Any]], b: list[dict[str, Any]], depth: int) -> bool:
         """A property that both require and that no value fits for both; or one requires what the other forbids."""
-        in_a, in_b = a.get("properties", {}), b.get("properties", {})
-        required_a, required_b = self._required_of(a), self._required_of(b)
+        required_a, required_b = (frozenset().union(*map(self._required_of, parts)) for parts in (a, b))
         self._spend(len(required_a) + len(required_b))
-        shared = (name for name in in_a if name in in_b and name in required_a and name in required_b)
-        if any(self._disjoint(in_a[name], in_b[name], depth - 1) for name in shared):
-            return True
-        forbids_a, forbids_b = (s.get("additionalProperties") is False and "patternProperties" not in s for s in (a, b))
-        return bool(forbids_b and required_a - in_b.keys() or forbids_a and required_b - in_a.keys())
+        for name in required_a & required_b:
+            in_a, in_b = ([p["properties"][name] for p in parts if name in p.get("properties", ())] for parts in (a, b))
+            if any(self._disjoint(one, other, depth - 1) for one in in_a for other in in_b):
+                return True
+        return any(_forbids(part, required) for parts, required in ((a, required_b), (b, required_a)) for part in parts)
+
+    def _parts(self, schema: dict[str, Any], depth: int) -> list[dict[str, Any]]:
+        """What must hold for its values, each by its own keywords."""
+        found, pending = [], [(schema, depth)]
+        for part, left in pending:  # grows while it is read
+            if isinstance(part, dict):
+                found.append(part)
+                inner = [self.references(part["$ref"])] if "$ref" in part else []
+                pending += [(s, left - 1) for s in (*inner, *part.get("allOf", ())) if left]
+                self._spend(1)
+        return found
 
     def _follow(self, schema: Schema, depth: int) -> Schema:
         for _ in range(depth):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            reference = schema["$ref"]
-            if reference not in self._resolved:
-                self._resolved[reference] = resolve(reference, self.root)
-            schema = self._resolved[reference]
+            schema = self.references(schema["$ref"])
         return True if isinstance(schema, dict) and "$ref" in schema else schema
 
     def _keys_of(self, schema: dict[str, Any]) -> frozenset[str] | None:
         if id(schema) not in self._keys:
             values = _values(schema)
-            self._keys[id(schema)] = None if values is None else frozenset(map(_key, values))
+            self._keys[id(schema)] = None if values is None else frozenset(map(key_of, values))
         return self._keys[id(schema)]
 
     def _required_of(self, schema: dict[str, Any]) -> frozenset[str]:
@@ -126,6 +137,11 @@ class Alternatives:
         self.work += work
         if self.work > MAX_WORK:
             raise SchemaError(f"whether the alternatives of oneOf overlap takes over {MAX_WORK:,} steps: use anyOf")
+
+
+def _forbids(schema: dict[str, Any], names: frozenset[str]) -> bool:
+    closes = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    return closes and bool(names - schema.get("properties", {}).keys())
 
 
 def _is_plain(schema: Schema) -> bool:
@@ -143,10 +159,3 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]]
     return schema.get("enum")
-
-
-def _key(value: Any) -> str:
-    """Equal for values that JSON Schema holds equal: 1 and 1.0 are, 1 and true are not."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)

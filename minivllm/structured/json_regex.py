@@ -1,9 +1,9 @@
 """A JSON Schema without recursion as a regular expression over JSON text.
 
-What it knows: type, enum, const, anyOf, oneOf (of alternatives that exclude each other), local $ref; of strings
-minLength, maxLength, pattern; of integers their bounds; of arrays items, prefixItems, minItems, maxItems; of objects
-properties, required, additionalProperties. Any other keyword is refused by name: a keyword that is not enforced would
-be a promise broken in silence. A schema that admits any value is refused too, since values nest without bound.
+What it knows of what normal.py leaves: type, enum, const, anyOf, $ref; of strings minLength, maxLength, pattern; of
+integers their bounds; of arrays items, prefixItems, minItems, maxItems; of objects properties, required,
+additionalProperties. Any other keyword is refused by name: a keyword that is not enforced would be a promise broken in
+silence. A schema that admits any value is refused too, since values nest without bound.
 
 Properties come in the schema's order. Each may be left out unless it is required.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 from minivllm.structured import schema as schemas
 from minivllm.structured.base import Unsupported
-from minivllm.structured.disjoint import Alternatives
 from minivllm.structured.json_text import (
     INTEGER,
     NUMBER,
@@ -23,31 +22,31 @@ from minivllm.structured.json_text import (
     SPACE,
     STRING_CHAR,
     escaped,
-    integer_bounds,
     integers,
     string_tree,
 )
+from minivllm.structured.normal import Normal, normal
 from minivllm.structured.params import StructuredParams
 from minivllm.structured.regex import EMPTY, Node, RegexError, Repeat, Seq, alt, chars, literal, optional, seq
 
 MAX_INLINED = 2_000  # subschemas, references written out each time they are used
 _OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "integer": {"minimum", "maximum"},
     "number": set(),
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
     "boolean": set(),
     "null": set(),
 }
-_WHOLE = ("$ref", "enum", "const", "anyOf", "oneOf")  # each of these says all by itself
+_WHOLE = ("$ref", "enum", "const", "anyOf")  # each of these says all by itself
 
 
 def json_tree(params: StructuredParams) -> Node:
     """Raises BadRequest for what is no schema, Unsupported for what is not in this module's list."""
     try:
-        root = schemas.load(params.json)
-        return _Writer(root, params.disable_any_whitespace).value(root, "#", ())
+        found = normal(params.json)
+        return _Writer(found, params.disable_any_whitespace).value(found.schema, "#", ())
     except schemas.SchemaError as e:
         raise params.error(f"json: {e}") from None
     except _Refused as e:
@@ -59,9 +58,8 @@ class _Refused(ValueError):
 
 
 class _Writer:
-    def __init__(self, root: schemas.Schema, compact: bool):
-        self.root = root
-        self.alternatives = Alternatives(root)
+    def __init__(self, found: Normal, compact: bool):
+        self.references, self.places = schemas.References(found.schema), found.places
         self.comma = literal(", ") if compact else seq(SPACE, chars(","), SPACE)
         self.colon = literal(": ") if compact else seq(SPACE, chars(":"), SPACE)
         self.space = EMPTY if compact else SPACE
@@ -74,41 +72,26 @@ class _Writer:
             raise _Refused(f"over {MAX_INLINED:,} subschemas once references are written out")
         if id(schema) in inside:
             raise _Refused(f"{path}: the schema is recursive, which no regular expression is")
-        if schema is False:
-            raise _Refused(f"{path}: no value fits this schema")
+        path = self.places.get(id(schema), path)
         keywords = set() if schema is True else schemas.assertions(schema)
         inside = (*inside, id(schema))
         for keyword in _WHOLE:
             if keyword in keywords:
-                return self._whole(keyword, schema, keywords, path, inside)
-        types = () if schema is True else schemas.types_of(schema) or _implied(keywords)
+                return self._whole(keyword, schema, path, inside)
+        types = () if schema is True else schemas.types_of(schema)
         if not types:
             raise _Refused(f"{path}: any value is allowed, and values nest without bound. Give a type")
         allowed = {"type"}.union(*(_OF_TYPE[name] for name in types))
         if unknown := sorted(keywords - allowed):
             raise _Refused(f"{path}/{unknown[0]} is not supported")
-        if "number" in types:
-            types = tuple(t for t in types if t != "integer")
-            if bounds := sorted(keywords & _OF_TYPE["integer"]):
-                raise _Refused(f"{path}/{bounds[0]} is not supported for numbers, only for integers")
         return alt(*(getattr(self, f"_{name}")(schema, path, inside) for name in types))
 
-    def _whole(self, keyword: str, schema: dict, keywords: set[str], path: str, inside: tuple[int, ...]) -> Node:
-        admits_type = keyword in ("enum", "const")
-        if unknown := sorted(keywords - {keyword} - ({"type"} if admits_type else set())):
-            raise _Refused(f"{path}/{unknown[0]} is not supported beside {keyword}")
+    def _whole(self, keyword: str, schema: dict, path: str, inside: tuple[int, ...]) -> Node:
         if keyword == "$ref":
-            return self.value(schemas.resolve(schema["$ref"], self.root), path, inside)
-        if admits_type:
-            values = schema["enum"] if keyword == "enum" else [schema["const"]]
-            fitting = [v for v in values if schemas.fits_types(v, schemas.types_of(schema))]
-            if not fitting:
-                raise _Refused(f"{path}/{keyword} holds no value of the type asked for")
-            return alt(*(self.constant(v) for v in fitting))
-        if keyword == "oneOf" and (pair := self.alternatives.overlapping(schema["oneOf"])):
-            raise _Refused(f"{path}/oneOf: alternatives {pair[0]} and {pair[1]} may both fit one value; use anyOf")
-        inner = enumerate(schema[keyword])
-        return alt(*(self.value(s, f"{path}/{keyword}/{i}", inside) for i, s in inner if s is not False))
+            return self.value(self.references(schema["$ref"]), path, inside)
+        if keyword == "anyOf":
+            return alt(*(self.value(s, f"{path}/anyOf/{i}", inside) for i, s in enumerate(schema["anyOf"])))
+        return alt(*map(self.constant, schema["enum"] if keyword == "enum" else [schema["const"]]))
 
     def constant(self, value: Any) -> Node:
         if isinstance(value, dict):
@@ -130,34 +113,23 @@ class _Writer:
         return NUMBER
 
     def _integer(self, schema: dict, path: str, inside: tuple) -> Node:
-        low, high = integer_bounds(schema)
-        if low is not None and high is not None and low > high:
-            raise _Refused(f"{path}: no integer is at least {low} and at most {high}")
+        low, high = schema.get("minimum"), schema.get("maximum")
         return INTEGER if low is None and high is None else integers(low, high)
 
     def _string(self, schema: dict, path: str, inside: tuple) -> Node:
-        lengths = [int(schema[key]) for key in ("minLength", "maxLength") if key in schema]
-        if lengths and "pattern" in schema:
+        if "pattern" in schema and schema.keys() & {"minLength", "maxLength"}:
             raise _Refused(f"{path}: minLength and maxLength are not supported beside pattern")
-        if lengths != sorted(lengths):
-            raise _Refused(f"{path}: no string is so long and so short")
         try:
             return seq(QUOTE, string_tree(schema), QUOTE)
         except RegexError as e:
             raise schemas.SchemaError(f"{path}/pattern: {e}") from None
 
     def _array(self, schema: dict, path: str, inside: tuple) -> Node:
-        prefix = schema.get("prefixItems", ())
-        rest = schema.get("items", not prefix)  # after a prefix, nothing more unless `items` says so
-        if isinstance(rest, list):
-            raise _Refused(f"{path}/items: a list is the notation of older drafts; use prefixItems")
-        low, high = int(schema.get("minItems", 0)), schema.get("maxItems")
-        high = None if high is None else int(high)
+        prefix, rest = schema.get("prefixItems", ()), schema.get("items", True)
+        low, high = schema.get("minItems", 0), schema.get("maxItems")
         first = [self.value(s, f"{path}/prefixItems/{i}", inside) for i, s in enumerate(prefix)]
         if rest is False:
             high = len(first) if high is None else min(high, len(first))
-        if high is not None and high < low:
-            raise _Refused(f"{path}: no array is so long and so short")
         more = None if high is not None and high <= len(first) else self.value(rest, f"{path}/items", inside)
         return self._enclosed("[]", self._items(first[:high], more, low, high))
 
@@ -177,23 +149,19 @@ class _Writer:
         return tail
 
     def _object(self, schema: dict, path: str, inside: tuple) -> Node:
-        properties = schema.get("properties", {})
-        required = set(schema.get("required", ()))
-        others = schema.get("additionalProperties", not properties)
+        properties, required = schema.get("properties", {}), set(schema.get("required", ()))
+        others = schema.get("additionalProperties", True)
         if properties and others is not False:
             raise _Refused(f"{path}/additionalProperties is not supported beside properties")
-        if missing := sorted(required - set(properties)):
-            raise _Refused(f"{path}/required: {json.dumps(missing[0])} is not among the properties")
         if others is not False:
             name = seq(QUOTE, Repeat(STRING_CHAR, 0, None), QUOTE, self.colon)
             pair = seq(name, self.value(others, f"{path}/additionalProperties", inside))
             return self._enclosed("{}", optional(seq(pair, Repeat(seq(self.comma, pair), 0, None))))
-        pairs = []
-        for name, inner in properties.items():
-            if inner is False and name not in required:
-                continue
-            pairs.append((seq(self._key(name), self.value(inner, f"{path}/properties/{name}", inside)), name))
-        return self._enclosed("{}", self._properties([(pair, name in required) for pair, name in pairs]))
+        pairs = [
+            (seq(self._key(name), self.value(inner, f"{path}/properties/{name}", inside)), name in required)
+            for name, inner in properties.items()
+        ]
+        return self._enclosed("{}", self._properties(pairs))
 
     def _properties(self, pairs: list[tuple[Node, bool]]) -> Node:
         """In order, the optional ones there or not; commas between. By which property is the first:"""
@@ -217,9 +185,3 @@ class _Writer:
 
     def _enclosed(self, brackets: str, inner: Node) -> Node:
         return seq(chars(brackets[0]), self.space, inner, self.space, chars(brackets[1]))
-
-
-def _implied(keywords: set[str]) -> tuple[str, ...]:
-    """The one type that the keywords are about, where `type` is missing."""
-    types = tuple(name for name, its in _OF_TYPE.items() if keywords & its)
-    return types if len(types) == 1 and keywords <= _OF_TYPE[types[0]] else ()

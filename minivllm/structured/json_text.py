@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from minivllm.structured.params import MAX_WHITESPACE
@@ -86,13 +88,19 @@ def plain(node: Node) -> Node | None:
     return None if None in items else Seq(tuple(items))
 
 
-def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
-    """The least and the largest integer of a schema."""
-    lows = [-int(-schema["minimum"] // 1)] if "minimum" in schema else []
-    lows += [int(schema["exclusiveMinimum"] // 1) + 1] if "exclusiveMinimum" in schema else []
-    highs = [int(schema["maximum"] // 1)] if "maximum" in schema else []
-    highs += [-int(-schema["exclusiveMaximum"] // 1) - 1] if "exclusiveMaximum" in schema else []
-    return (max(lows) if lows else None), (min(highs) if highs else None)
+def other_names(names: Iterable[str]) -> Node:
+    """The texts that need no escape in JSON and are none of these."""
+    return _others(sorted(name for name in names if all(intersect(_PLAIN, ((ord(c), ord(c)),)) for c in name)), 0)
+
+
+def _others(names: Sequence[str], num_come: int) -> Node:
+    """names: sorted, all with the same first characters, so many of them. What may follow these."""
+    ends = bool(names) and len(names[0]) == num_come
+    ways: list[Node] = [] if ends else [EMPTY]
+    following = [(char, list(group)) for char, group in groupby(names[ends:], key=lambda name: name[num_come])]
+    rest = intersect(_PLAIN, negate(tuple((ord(char), ord(char)) for char, _ in following)))
+    ways.append(seq(Chars(rest), Repeat(Chars(_PLAIN), 0, None)))
+    return alt(*ways, *(seq(chars(char), _others(group, num_come + 1)) for char, group in following))
 
 
 def integers(low: int | None, high: int | None) -> Node:

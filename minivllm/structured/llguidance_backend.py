@@ -7,19 +7,25 @@ multipleOf, bounds of numbers and many formats are enforced. It limits its own w
 from __future__ import annotations
 
 import json
+import math
+from decimal import Decimal
 from typing import Any, ClassVar
 
 import numpy as np
 
 from minivllm.structured import schema as schemas
 from minivllm.structured.base import Unsupported, Vocabulary, read_grammar, read_regex
-from minivllm.structured.disjoint import Alternatives
+from minivllm.structured.instances import exactly
+from minivllm.structured.json_text import other_names, plain
+from minivllm.structured.normal import Normal, normal
 from minivllm.structured.params import MAX_WHITESPACE, StructuredParams
-from minivllm.structured.regex import render
+from minivllm.structured.regex import RegexError, parse_search, render
 
 # Where only one text can follow, it would allow that text's usual tokens alone; here every token that fits is allowed,
 # as with the other backends.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
+MAX_STEP = 1_000  # it follows the remainder as a state: with 99,991 of them it does not come back
+MAX_INTEGER = 2**53  # of a value that stands for itself: beyond, llguidance writes the nearest double's digits
 
 
 class LLGuidanceBackend:
@@ -56,9 +62,11 @@ class LLGuidanceBackend:
             return f"start: %json {_schema({'type': 'object'}, params)}"
         if params.kind == "json":
             try:
-                return f"start: %json {_schema(schemas.load(params.json), params)}"
+                return f"start: %json {_schema(_readable(normal(params.json)), params)}"
             except schemas.SchemaError as e:
                 raise params.error(f"json: {e}") from None
+            except _Unheld as e:
+                raise Unsupported(f"{params.field}: json: {e}", params.field) from None
         if params.kind == "regex":
             return f"start: /{regex_to_lark(render(read_regex(params)), '')}/"
         if params.kind == "choice":
@@ -67,15 +75,80 @@ class LLGuidanceBackend:
 
 
 def _schema(root: schemas.Schema, params: StructuredParams) -> str:
-    if root is True:
-        root = {}
-    if root is False:
-        raise Unsupported(f"{params.field}: json: no value fits false", params.field)
     options = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     options = options if params.disable_any_whitespace else {"whitespace_pattern": rf"[ \t\r\n]{{0,{MAX_WHITESPACE}}}"}
-    choices = [s["oneOf"] for _, s in schemas.subschemas(root) if isinstance(s, dict) and "oneOf" in s]
-    options["coerce_one_of"] = not any(map(Alternatives(root).overlapping, choices))
-    return json.dumps({**close_objects(root), "x-guidance": options})
+    return json.dumps({**({} if root is True else root), "x-guidance": options})
+
+
+class _Unheld(ValueError):
+    """What llguidance would read as something else; the message begins with the place."""
+
+
+def _readable(found: Normal) -> schemas.Schema:
+    """In words that llguidance reads as they are meant: patterns in our notation of expressions, where they are such,
+    and no bounds that its doubles cannot hold."""
+    for path, schema in list(found.subschemas()):
+        if not isinstance(schema, dict):
+            continue
+        if "pattern" in schema:
+            schema["pattern"] = _pattern(schema["pattern"])
+        if _digits(schema.get("multipleOf", 1)) > MAX_STEP:
+            raise _Unheld(f"{path}/multipleOf is not enforced beyond {MAX_STEP:,}")
+        if schema.get("minProperties", 0) > len(schema.get("required", ())) + 1 and schemas.is_open(schema):
+            raise _Unheld(f"{path}/minProperties is not enforced where a name could come twice")
+        if schema.get("type") == "object":
+            _spell_names_once(schema, path)
+        if schemas.largest([schema.get("enum"), schema.get("const")]) > MAX_INTEGER:
+            raise _Unheld(f"{path}: an enumerated integer beyond {MAX_INTEGER:,} is not enforced")
+        if schema.get("type") in ("integer", "number"):
+            _narrow(schema, path)
+    return found.schema
+
+
+def _spell_names_once(schema: dict[str, Any], path: str) -> None:
+    """A name that JSON writes as `\\u0061` is "a", which llguidance does not see where it tells names from others. So
+    names that are not listed have no escapes, which are fewer than the schema admits."""
+    patterns, others = schema.get("patternProperties", {}), schema.get("additionalProperties", True)
+    if patterns and others not in (True, False):
+        raise _Unheld(f"{path}/additionalProperties is not enforced beside patternProperties")
+    spelled = {}
+    for text, inner in patterns.items():
+        tree = plain(parse_search(text))
+        if tree is None:
+            raise _Unheld(f"{path}/patternProperties needs characters that JSON escapes")
+        spelled[f"^(?:{render(tree)})$"] = inner
+    if schema.get("properties") and not patterns and others is not False:
+        spelled = {f"^(?:{render(other_names(schema['properties']))})$": others}
+    if spelled:
+        schema |= {"patternProperties": spelled, "additionalProperties": False}
+
+
+def _pattern(text: str) -> str:
+    try:
+        return f"^(?:{render(parse_search(text))})$"
+    except RegexError:  # llguidance knows more of them (\\p{L}), and refuses others
+        return text
+
+
+def _digits(step: int | float) -> int:
+    """Of a step, without its point."""
+    return int(f"{Decimal(repr(step)):f}".removesuffix(".0").replace(".", ""))
+
+
+def _narrow(schema: dict[str, Any], path: str) -> None:
+    """Bounds that are doubles, which is all that llguidance reads, and of integers such as fit 64 bits. Of numbers it
+    takes a double's shortest digits as they stand."""
+    read = int if schema["type"] == "integer" else exactly
+    for key, sign in (("minimum", 1), ("exclusiveMinimum", 1), ("maximum", -1), ("exclusiveMaximum", -1)):
+        if key in schema and schemas.largest(schema[key]) > MAX_INTEGER:
+            bound = float(schema[key])
+            while sign * read(bound) < sign * schema[key]:
+                bound = math.nextafter(bound, sign * math.inf)
+            if read is int and abs(bound) >= 2.0**63:
+                raise _Unheld(f"{path}/{key} is beyond 64 bits, which is not supported")
+            schema[key] = int(bound) if read is int else bound
+    if schema.get("minimum", -math.inf) > schema.get("maximum", math.inf):
+        raise _Unheld(f"{path}: no double lies between minimum and maximum, which is not supported")
 
 
 def _from_any_notation(params: StructuredParams) -> str:
@@ -138,23 +211,12 @@ class LLGuidance:
             raise ValueError(self._matcher.get_error())
 
     def fill_mask(self, out: np.ndarray) -> None:
-        if self._num_ended or self._matcher.is_stopped():
+        if self._num_ended:
             out[:] = self._vocabulary.eos_mask
+        elif self._matcher.is_stopped():  # at an end, or where its grammar leads nowhere
+            out[:] = self._vocabulary.eos_mask if self._matcher.is_accepting() else 0
         else:
             assert out.flags.c_contiguous
             self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, out.nbytes)
-
-
-def close_objects(schema: schemas.Schema) -> schemas.Schema:
-    """The schema with additionalProperties: false where an object lists properties and leaves it open.
-
-    Not with allOf and the like: there an object is described in several places, and closing one excludes the others.
-    """
-    intersecting = ("allOf", "unevaluatedProperties", "patternProperties", "if", "dependentSchemas", "not")
-    if any(isinstance(s, dict) and any(key in s for key in intersecting) for _, s in schemas.subschemas(schema)):
-        return schema
-    closed = json.loads(json.dumps(schema))
-    for _, inner in list(schemas.subschemas(closed)):
-        if isinstance(inner, dict) and "properties" in inner and not {"$ref", "anyOf", "oneOf"} & set(inner):
-            inner.setdefault("additionalProperties", False)
-    return closed
+            if not (out & ~self._vocabulary.eos_mask).any() and not self._matcher.is_accepting():
+                out[:] = 0  # it gives the end where its grammar leads nowhere, too

@@ -38,4 +38,6 @@ def _is_plain(text: str) -> bool:
 def _is_plain_itself(schema: dict[str, Any]) -> bool:
     counts = [schema[key] for key in _COUNTS & schema.keys()]
     is_small = all(isinstance(count, int) and count <= MAX_COUNT for count in counts)
-    return is_small and schemas.assertions(schema) <= _KEYWORDS
+    keywords = schemas.assertions(schema)
+    is_simple = len(keywords) == 1 or not keywords & {"anyOf", "$ref"}  # what stands beside them may multiply
+    return is_small and is_simple and keywords <= _KEYWORDS

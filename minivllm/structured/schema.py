@@ -1,15 +1,20 @@
 """What all backends need to know of a JSON Schema before they read it: is it one, and what does it ask for?
 
 `check` refuses what is no schema, naming the place, so that a misspelt type is an error here and not a grammar that
-lets anything through. `resolve` follows local references. Nothing is fetched: a reference points into its own document.
+lets anything through. References (RFC 6901 in a URI's fragment, or an anchor) point into their own document: nothing is
+fetched. A keyword that no draft of JSON Schema has is an annotation (2020-12, 6.5), unless it is nearly one that is.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, NamedTuple
+from urllib.parse import unquote, urljoin
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 MAX_DEPTH = 64  # subschemas inside subschemas
@@ -18,7 +23,8 @@ MAX_NUMBER = sys.float_info.max
 MAX_NAME = 100  # characters of a property's name that a place shows
 ANNOTATIONS = frozenset(  # and OpenAI's `strict`, which clients also put inside a schema: each is held to it anyway
     ("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$id")
-    + ("$comment", "$anchor", "$defs", "definitions", "contentMediaType", "contentEncoding", "strict")
+    + ("$comment", "$anchor", "$defs", "definitions", "contentMediaType", "contentEncoding", "contentSchema", "strict")
+    + ("$vocabulary", "id")
 )
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -28,6 +34,15 @@ _SINGLES = (
 )
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+KEYWORDS = frozenset(  # that say something about an instance, in any draft, or in OpenAPI's
+    (*_LISTS, *_SINGLES, *_COUNTS, *_NUMBERS, "type", "enum", "const", "pattern", "format", "required", "uniqueItems")
+    + ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies", "minContains")
+    + ("maxContains", "$ref", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor", "nullable")
+)
+_NEARLY = 0.85  # how alike a misspelt keyword is (difflib)
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # of a list, in a pointer
+_NO_ESCAPE = re.compile(r"~(?![01])")
+_NO_PERCENT = re.compile(r"%(?![0-9A-Fa-f]{2})")
 Schema = dict[str, Any] | bool
 
 
@@ -40,19 +55,28 @@ class Place(NamedTuple):
     schema: Schema
 
 
-def load(text: str) -> Schema:
-    """Raises SchemaError for what is no schema."""
+def load(text: str) -> tuple[Schema, References]:
+    """A schema's text, and what its references lead to. Raises SchemaError for what is no schema."""
     try:
-        schema = json.loads(text, parse_float=_finite_float, parse_constant=_finite_float)
+        root = json.loads(text, parse_float=_finite_float, parse_constant=_finite_float)
     except (ValueError, RecursionError) as e:
         raise SchemaError(f"not valid JSON: {e}") from None
-    places = list(subschemas(schema))
-    for place in places:
-        check(place, schema)
-    _check_reference_chains(places, schema)
-    if not _Needs(schema).can_be_met():
-        raise SchemaError("#: no value fits, since each would have to hold another one of its kind")
-    return schema
+    references, starts, places = References(root), [Place("#", root)], {}
+    for start in starts:  # grows while it is read: a reference may lead to where no keyword's schema is
+        for place in subschemas(start.schema, start.path) if id(start.schema) not in places else ():
+            check(place)
+            if isinstance(place.schema, dict):
+                places.setdefault(id(place.schema), place)
+                if place.path != "#" and "$id" in place.schema and _has_references(place.schema):
+                    raise SchemaError(f"{place.path}/$id: references inside of a schema with an $id are not supported")
+                if "$ref" in place.schema:
+                    starts.append(Place(place.schema["$ref"], references(place.schema["$ref"], place.path)))
+    _check_reference_chains(places, references)
+    return root, references
+
+
+def _has_references(schema: Schema) -> bool:
+    return any(isinstance(place.schema, dict) and "$ref" in place.schema for place in subschemas(schema))
 
 
 def subschemas(schema: Schema, path: str = "#", depth: int = 0) -> Iterator[Place]:
@@ -69,14 +93,14 @@ def subschemas(schema: Schema, path: str = "#", depth: int = 0) -> Iterator[Plac
 def children(schema: dict[str, Any]) -> Iterator[tuple[str, Schema]]:
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
-            yield from ((f"{key}/{_escaped(name)}", inner) for name, inner in value.items())
+            yield from ((f"{key}/{escaped(name)}", inner) for name, inner in value.items())
         elif key in _LISTS and isinstance(value, list) or key == "items" and isinstance(value, list):
             yield from ((f"{key}/{i}", inner) for i, inner in enumerate(value))
         elif key in _SINGLES:
             yield key, value
 
 
-def check(place: Place, root: Schema) -> None:
+def check(place: Place) -> None:
     """One schema without those inside it. Raises SchemaError."""
     path, schema = place
     if isinstance(schema, bool):
@@ -104,27 +128,82 @@ def check(place: Place, root: Schema) -> None:
     expect("format", isinstance(schema.get("format"), str), "a string")
     required = schema.get("required")
     expect("required", isinstance(required, list) and all(isinstance(r, str) for r in required), "a list of names")
-    expect("$ref", isinstance(schema.get("$ref"), str), "a string")
-    if "$ref" in schema:
-        resolve(schema["$ref"], root, path)
+    needs = schema.get("dependentRequired")
+    is_right = isinstance(needs, dict) and all(isinstance(names, list) for names in needs.values())
+    expect("dependentRequired", is_right, "an object of lists of names")
+    for key in ("$ref", "$anchor", "$id"):
+        expect(key, isinstance(schema.get(key), str), "a string")
+    expect("uniqueItems", isinstance(schema.get("uniqueItems"), bool), "true or false")
+    for key in schema.keys() - KEYWORDS - ANNOTATIONS:
+        if nearly := get_close_matches(key[:MAX_NAME], KEYWORDS, 1, _NEARLY):
+            raise SchemaError(f"{path}/{escaped(key)} is no keyword. Did you mean {nearly[0]}?")
 
 
-def resolve(reference: str, root: Schema, path: str = "#") -> Schema:
-    """What a local reference points to."""
-    if reference != "#" and not reference.startswith("#/"):
-        raise SchemaError(f'{path}/$ref: "{reference}" is not in this document ("#/..."), and nothing is fetched')
-    at: Any = root
-    for part in reference.split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~").replace("%25", "%")
-        if isinstance(at, list) and part.isdecimal() and int(part) < len(at):
-            at = at[int(part)]
-        elif isinstance(at, dict) and part in at:
-            at = at[part]
-        else:
-            raise SchemaError(f'{path}/$ref: "{reference}" leads nowhere')
-    if not isinstance(at, dict | bool):
-        raise SchemaError(f'{path}/$ref: "{reference}" leads to no schema')
-    return at
+class References:
+    """What the references of one document lead to."""
+
+    def __init__(self, root: Schema):
+        self.root = root
+        self._found: dict[str, Schema] = {}
+
+    def __call__(self, reference: str, path: str = "#") -> Schema:
+        """path: of the schema that holds it. Raises SchemaError."""
+        if reference not in self._found:
+            try:
+                self._found[reference] = self._resolve(reference)
+            except _LeadsNowhere as e:
+                raise SchemaError(f'{path}/$ref: "{reference[:MAX_NAME]}" {e}') from None
+        return self._found[reference]
+
+    def _resolve(self, reference: str) -> Schema:
+        document, _, fragment = reference.partition("#")
+        own = self.root.get("$id", "") if isinstance(self.root, dict) else ""
+        if document and _joined(own, document) != own.partition("#")[0]:
+            raise _LeadsNowhere('is not in this document ("#/..."), and nothing is fetched')
+        if _NO_PERCENT.search(fragment):
+            raise _LeadsNowhere("has a % that begins no escape")
+        try:
+            pointer = unquote(fragment, errors="strict")
+        except UnicodeDecodeError:
+            raise _LeadsNowhere("has escapes that are no UTF-8") from None
+        if pointer and not pointer.startswith("/"):
+            if pointer not in self._anchors:
+                raise _LeadsNowhere("leads nowhere: no schema has this $anchor")
+            return self._anchors[pointer]
+        return self._at(pointer)
+
+    def _at(self, pointer: str) -> Schema:
+        """By RFC 6901."""
+        if _NO_ESCAPE.search(pointer):
+            raise _LeadsNowhere("has a ~ that begins no escape (~0 is ~, ~1 is /)")
+        at: Any = self.root
+        for part in pointer.split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(at, list) and _INDEX.fullmatch(part) and int(part) < len(at):
+                at = at[int(part)]
+            elif isinstance(at, dict) and part in at:
+                at = at[part]
+            else:
+                raise _LeadsNowhere(f"leads nowhere: there is no {json.dumps(part[:MAX_NAME])}")
+        if not isinstance(at, dict | bool):
+            raise _LeadsNowhere("leads to no schema")
+        return at
+
+    @cached_property
+    def _anchors(self) -> dict[str, Schema]:
+        schemas = (place.schema for place in subschemas(self.root) if isinstance(place.schema, dict))
+        return {s["$anchor"]: s for s in schemas if isinstance(s.get("$anchor"), str)}
+
+
+class _LeadsNowhere(ValueError):
+    """The message goes on behind the reference."""
+
+
+def _joined(base: str, reference: str) -> str:
+    try:
+        return urljoin(base, reference)
+    except ValueError:
+        return reference
 
 
 def types_of(schema: dict[str, Any]) -> tuple[Any, ...]:
@@ -152,24 +231,23 @@ def fits_types(value: Any, types: tuple[str, ...]) -> bool:
 
 def assertions(schema: dict[str, Any]) -> set[str]:
     """The keywords that say something about an instance."""
-    return set(schema) - ANNOTATIONS
+    return schema.keys() & KEYWORDS
 
 
-def _check_reference_chains(places: list[Place], root: Schema) -> None:
+def _check_reference_chains(places: dict[int, Place], references: References) -> None:
     """A schema that is itself, without anything in between, means nothing (and no backend would ever end). Each schema
-    is entered once, however many refer to it."""
-    paths = {id(place.schema): place.path for place in reversed(places) if isinstance(place.schema, dict)}
+    is entered once, however many refer to it. places: by the ids of their schemas."""
     entered: set[int] = set()
-    for place in places:
+    for place in places.values():
         chain: dict[int, Iterator[Schema]] = {}  # the schemas that led here, each with where else it leads
         pending = [place.schema]
         while pending:
             schema = pending.pop()
             if id(schema) in chain:
-                raise SchemaError(f"{paths.get(id(schema), '#')}: a schema that refers to itself and to nothing else")
+                raise SchemaError(f"{places[id(schema)].path}: a schema that refers to itself and to nothing else")
             if isinstance(schema, dict) and id(schema) not in entered:
                 entered.add(id(schema))
-                chain[id(schema)] = iter(_direct(schema, root))
+                chain[id(schema)] = iter(_direct(schema, references))
             while chain and not pending:
                 last = next(reversed(chain))
                 if (following := next(chain[last], None)) is None:
@@ -178,70 +256,40 @@ def _check_reference_chains(places: list[Place], root: Schema) -> None:
                     pending.append(following)
 
 
-def _direct(schema: dict[str, Any], root: Schema) -> list[Schema]:
-    """What a value of the schema must be as well, or may be."""
-    found = [resolve(schema["$ref"], root)] if "$ref" in schema else []
-    return found + [s for key in ("anyOf", "oneOf", "allOf") for s in schema.get(key, ())]
+def _direct(schema: dict[str, Any], references: References) -> list[Schema]:
+    """What a value of the schema must be as well, or may be, or is compared with."""
+    found = [references(schema["$ref"])] if "$ref" in schema else []
+    found += [s for key in ("anyOf", "oneOf", "allOf") for s in schema.get(key, ())]
+    found += [schema[key] for key in ("not", "if", "then", "else") if key in schema]
+    return found + list(schema.get("dependentSchemas", {}).values())
 
 
-class _Needs:
-    """Whether some value of finite size fits a schema. Only recursion is looked at: what a schema needs, its required
-    properties and its first items, must lead out of it.
-
-    Each schema has conditions, each met by any of some schemas. One whose conditions are all met is finite, and meets
-    those of others: as many steps as there are conditions (unit resolution of Horn clauses, Dowling and Gallier 1984).
-    """
-
-    def __init__(self, root: Schema):
-        self.root = root
-
-    def can_be_met(self) -> bool:
-        unmet: dict[int, int] = {}  # schema (by id) -> how many of its conditions are not met
-        meets: dict[int, list[tuple[int, int]]] = {}  # schema -> (whose, which) conditions it meets
-        pending, finite = [self.root], []
-        while pending:
-            schema = pending.pop()
-            if id(schema) in unmet:
-                continue
-            conditions = self._conditions(schema)
-            unmet[id(schema)] = len(conditions)
-            if not conditions:
-                finite.append(id(schema))
-            for which, others in enumerate(conditions):
-                for other in others:
-                    meets.setdefault(id(other), []).append((id(schema), which))
-                pending += others
-        met: set[tuple[int, int]] = set()
-        for found in finite:  # grows while it is read
-            for condition in meets.get(found, ()):
-                if condition not in met:
-                    met.add(condition)
-                    unmet[condition[0]] -= 1
-                    if not unmet[condition[0]]:
-                        finite.append(condition[0])
-        return not unmet[id(self.root)]
-
-    def _conditions(self, schema: Schema) -> list[list[Schema]]:
-        if not isinstance(schema, dict):
-            return []
-        return [[need] for need in self._needs(schema)] + [schema[key] for key in ("anyOf", "oneOf") if key in schema]
-
-    def _needs(self, schema: dict[str, Any]) -> list[Schema]:
-        needs = [resolve(schema["$ref"], self.root)] if "$ref" in schema else []
-        needs += schema.get("allOf", [])
-        types = types_of(schema) or [t for t, key in (("object", "properties"), ("array", "items")) if key in schema]
-        if tuple(types) == ("object",):
-            properties = schema.get("properties", {})
-            needs += [properties[name] for name in schema.get("required", ()) if name in properties]
-        if tuple(types) == ("array",) and schema.get("minItems"):
-            first = schema.get("prefixItems", [])[: int(schema["minItems"])]
-            needs += first
-            if len(first) < schema["minItems"] and isinstance(schema.get("items"), dict):
-                needs.append(schema["items"])
-        return needs
+def is_open(schema: dict[str, Any]) -> bool:
+    """Whether an object may have other properties than those that it lists."""
+    return schema.get("additionalProperties", True) is not False or bool(schema.get("patternProperties"))
 
 
-def _escaped(name: str) -> str:
+def key_of(value: Any) -> str:
+    """Equal for values that JSON Schema holds equal: 1 and 1.0 are, 1 and true are not."""
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def largest(value: Any) -> int:
+    """The largest integer of a JSON value, without its sign; 0 if there is none."""
+    if isinstance(value, list | dict):
+        return max(map(largest, value.values() if isinstance(value, dict) else value), default=0)
+    return abs(value) if isinstance(value, int) else 0
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _whole(item) for name, item in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def escaped(name: str) -> str:
     """As part of a place. A long name would stand in the place of each schema inside."""
     return (name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...").replace("~", "~0").replace("/", "~1")
 

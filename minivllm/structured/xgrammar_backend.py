@@ -15,8 +15,8 @@ import numpy as np
 
 from minivllm.structured import schema as schemas
 from minivllm.structured.base import Unsupported, Vocabulary, read_grammar, read_regex
-from minivllm.structured.disjoint import Alternatives
 from minivllm.structured.json_text import plain, string_tree
+from minivllm.structured.normal import Normal, normal
 from minivllm.structured.params import MAX_WHITESPACE, StructuredParams
 from minivllm.structured.regex import RegexError, parse_search, render, size
 
@@ -27,15 +27,16 @@ TOO_MANY = f"its counted repetitions stand for over {MAX_ATOMS:,} characters"
 
 _OF_TYPE = {
     "string": {"pattern", "minLength", "maxLength"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    "integer": {"minimum", "maximum"},
     "number": set(),
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
     "boolean": set(),
     "null": set(),
 }
+MAX_INTEGER = 2**63 - 1  # of a bound
 _CLOSING = ("/additionalProperties", "/items")  # where false says that there is nothing more
-_WHOLE = ("$ref", "enum", "const", "anyOf", "oneOf")
+_WHOLE = ("$ref", "enum", "const", "anyOf")
 
 
 class XGrammarBackend:
@@ -135,73 +136,45 @@ class _Unenforced(ValueError):
 def read_schema(params: StructuredParams) -> schemas.Schema:
     """As XGrammar enforces it. Raises BadRequest for what is no schema, Unsupported for what it would let through."""
     try:
-        root = schemas.load(params.json)
-        known = Alternatives(root)
-        for place in schemas.subschemas(root):
+        found = normal(params.json)
+        for place in found.subschemas():
             closes = place.schema is False and place.path.endswith(_CLOSING)
-            if not closes and (why := _unenforced(place.schema, known)):
+            if not closes and (why := _unenforced(place.schema)):
                 raise _Unenforced(f"{place.path}{why}")
-        return _rewritten(root)
+        return _rewritten(found)
     except _Unenforced as e:
         raise Unsupported(f"{params.field}: json: {e}", params.field) from None
     except schemas.SchemaError as e:
         raise params.error(f"json: {e}") from None
 
 
-def _unenforced(schema: schemas.Schema, known: Alternatives) -> str:
+def _unenforced(schema: schemas.Schema) -> str:
     """The rest of a message that begins with the schema's place, or ""."""
     if isinstance(schema, bool):
         return ": no value fits false" if schema is False else ""
     keywords = schemas.assertions(schema)
-    types = schemas.types_of(schema)
-    for keyword in _WHOLE:
-        if keyword in keywords:
-            return _unenforced_whole(keyword, schema, keywords, known)
-    allowed = {"type"}.union(*(_OF_TYPE[name] for name in types or _OF_TYPE))
-    if unknown := sorted(keywords - allowed):
+    if schemas.largest([schema.get("enum"), schema.get("const")]) > MAX_INTEGER:
+        return f": an enumerated integer beyond {MAX_INTEGER:,} is not enforced"
+    if unknown := sorted(keywords - {"type"}.union(_WHOLE, *_OF_TYPE.values())):
         return f"/{unknown[0]} is not enforced"
-    if len(types) > 1 and keywords - {"type"}:
-        return ": several types with keywords are not enforced"
+    if schema.get("type") == "number" and (bounds := sorted(keywords - {"type"})):
+        return f"/{bounds[0]} is not enforced on numbers, only on integers"
     if "pattern" in keywords and keywords & {"minLength", "maxLength"}:
         return "/pattern is not enforced beside minLength and maxLength"
-    if isinstance(schema.get("items"), list):
-        return "/items as a list is not enforced; use prefixItems"
-    return _unenforced_object(schema, keywords)
-
-
-def _unenforced_whole(keyword: str, schema: dict[str, Any], keywords: set[str], known: Alternatives) -> str:
-    beside = sorted(keywords - {keyword, "type"})
-    if beside:
-        return f"/{beside[0]} is not enforced beside {keyword}"
-    if "type" in keywords and keyword not in ("enum", "const"):
-        return f"/type is not enforced beside {keyword}"
-    values = schema["enum"] if keyword == "enum" else [schema["const"]] if keyword == "const" else ()
-    if not all(schemas.fits_types(value, schemas.types_of(schema)) for value in values):
-        return f"/type is not enforced on the values of {keyword}"
-    if keyword == "oneOf" and (pair := known.overlapping(schema["oneOf"])):
-        return f"/oneOf: alternatives {pair[0]} and {pair[1]} may both fit one value"
-    return ""
-
-
-def _unenforced_object(schema: dict[str, Any], keywords: set[str]) -> str:
-    properties = schema.get("properties", {})
-    if properties and schema.get("additionalProperties", False) is not False:
+    if schema.get("type") == "integer" and any(abs(schema[key]) > MAX_INTEGER for key in keywords - {"type"}):
+        return f": a bound beyond {MAX_INTEGER:,} is not enforced"
+    if schema.get("properties") and schema.get("additionalProperties") is not False:
         return "/additionalProperties is not enforced beside properties (a name could come twice)"
-    if set(schema.get("required", ())) - set(properties):
-        return "/required is not enforced for names that are not among the properties"
     return ""
 
 
-def _rewritten(schema: schemas.Schema) -> schemas.Schema:
+def _rewritten(normal: Normal) -> schemas.Schema:
     """The same schema in words that XGrammar reads right.
 
     It lets raw quotes into some patterns, and raw control characters into strings of bounded length. So both
     become patterns over JSON's text: a pattern without the characters that JSON escapes, which are fewer strings than
     the schema admits, and a length in characters or escapes."""
-    safe = json.loads(json.dumps(schema))
-    for path, inner in list(schemas.subschemas(safe)):
-        if isinstance(inner, dict) and "oneOf" in inner:
-            inner["anyOf"] = inner.pop("oneOf")  # its alternatives exclude each other: that has been checked
+    for path, inner in list(normal.subschemas()):
         if isinstance(inner, dict) and not inner.keys().isdisjoint(("pattern", "minLength", "maxLength")):
             try:
                 tree = plain(parse_search(inner["pattern"])) if "pattern" in inner else string_tree(inner)
@@ -214,7 +187,7 @@ def _rewritten(schema: schemas.Schema) -> schemas.Schema:
             inner |= {"type": "string", "pattern": f"^{render(tree)}$"}
             inner.pop("minLength", None)
             inner.pop("maxLength", None)
-    return safe
+    return normal.schema
 
 
 def _quoted(text: str) -> str:

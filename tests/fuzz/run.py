@@ -1,7 +1,9 @@
-"""The parsers of what strangers write, given what is nearly right, for as long as there is time.
+"""The parsers of what strangers write, given what is nearly right, for as long as there is time; and before that random
+schemas, of which an output fits or the request is refused (fuzz/schemas.py).
 
-    make fuzz                                an hour, all parsers in turn
-    make fuzz FUZZ_SECONDS=60 ARGS="regex"   one of them, a minute
+    make fuzz                                an hour: 50,000 schemas, then all parsers in turn
+    make fuzz FUZZ_SECONDS=60 ARGS="regex"   one of the parsers, a minute
+    make fuzz ARGS="schemas --draws 1000"    schemas alone
 
 What it finds becomes a file of tests/fuzz/corpus, in its shortest form: commit it with the repair, and every run of the
 tests reads it again.
@@ -18,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from fuzz import schemas
 from fuzz.limits import Memory
 from fuzz.mutations import mutated
 from fuzz.targets import CORPUS, TARGETS, Target
@@ -30,15 +33,18 @@ STUCK = 60  # seconds after which one input is a finding: the stack is printed, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", metavar="PARSER", help=f"of: {', '.join(TARGETS)} (all)")
+    parser.add_argument("targets", nargs="*", metavar="PARSER", help=f"of: schemas, {', '.join(TARGETS)} (all)")
+    parser.add_argument("--draws", type=int, default=50_000, help="of schemas, each on every backend (50,000)")
     parser.add_argument("--seconds", type=float, default=3600, help="(3600)")
     args = parser.parse_args(argv)
-    if unknown := set(args.targets) - set(TARGETS):
+    if unknown := set(args.targets) - {"schemas", *TARGETS}:
         parser.error(f"no such parser: {', '.join(unknown)}")
     logging.disable(logging.CRITICAL)
     end = time.monotonic() + args.seconds
-    inputs, findings = dict.fromkeys(args.targets or TARGETS, 0), 0
-    while time.monotonic() < end:
+    inputs, findings = dict.fromkeys([name for name in args.targets or TARGETS if name != "schemas"], 0), 0
+    if not args.targets or "schemas" in args.targets:
+        findings += schemas.main(args.draws, end)
+    while inputs and time.monotonic() < end:
         for name in inputs:
             if time.monotonic() < end:
                 inputs[name] += ROUND

@@ -209,9 +209,9 @@ def regex(data: bytes) -> None:
 
 @target(schema_error, b'"$ref"', b'"#/$defs/a"', b'"oneOf"', b'"allOf"', b'"type"', b'"required"', b'"enum"', *JSON[:2])
 def schema(data: bytes) -> None:
-    from minivllm.structured.schema import load
+    from minivllm.structured.normal import normal
 
-    load(text(data))
+    normal(text(data))
 
 
 @target(bad_request, b'"$ref"', b'"oneOf"', b'"enum"', b'"pattern"', b'"maxLength"', b'"minItems"', b'"format"')

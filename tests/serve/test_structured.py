@@ -121,3 +121,15 @@ def test_a_grammar_that_is_too_slow_ends_its_request_with_the_reason(chat, strea
     assert stream or e.value.status_code == 400
     monkeypatch.undo()
     assert chat(response_format=SCHEMA_FORMAT).choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_leads_nowhere_ends_its_request_with_the_reason(chat, stream, monkeypatch):
+    for place in ("xgrammar_backend.XGrammar", "llguidance_backend.LLGuidance", "dfa.DFAGrammar"):
+        monkeypatch.setattr(f"minivllm.structured.{place}.fill_mask", lambda grammar, out: out.fill(0))
+    with pytest.raises(openai.APIError, match="response_format.*the grammar leads nowhere: no token may follow") as e:
+        list(chat(response_format=SCHEMA_FORMAT, stream=True)) if stream else chat(response_format=SCHEMA_FORMAT)
+    assert stream or e.value.status_code == 400
+    assert chat().choices, "the server goes on"
+    monkeypatch.undo()
+    assert chat(response_format=SCHEMA_FORMAT).choices

@@ -13,7 +13,9 @@ import pytest
 
 from minivllm.serve.bodies import parse
 from minivllm.serve.protocol import ChatRequest
-from minivllm.serve.tools.ask import asked, enforced
+from minivllm.serve.tools.ask import asked, call_schema, enforced
+from minivllm.serve.tools.values import types_of
+from minivllm.structured.normal import normal
 
 WEATHER = {
     "type": "object",
@@ -217,3 +219,16 @@ def test_a_forced_custom_tool_writes_what_its_grammar_has(client, definition, fi
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**asks, tools=[held], tool_choice={"type": "custom", "name": "f"})
     assert refused.value.param == "tools[0].format.definition"
+
+
+def test_a_functions_schema_may_have_an_id_and_references_with_escapes():
+    parameters = {
+        "$id": "https://example.org/f",
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/p%25q"}, "b": {"$ref": "#/$defs/c%20d/anyOf/0"}},
+        "$defs": {"p%q": {"type": "integer"}, "c d": {"anyOf": [{"type": "null"}]}},
+    }
+    call, definitions = call_schema({"f": parameters}, {})
+    written = json.dumps(normal(json.dumps({**call, "$defs": definitions})).schema)
+    assert '"a": {"type": "integer"}, "b": {"type": "null"}' in written
+    assert types_of(parameters, "a") == {"integer"} and types_of(parameters, "b") == {"null"}

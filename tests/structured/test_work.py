@@ -17,8 +17,9 @@ from minivllm.structured import disjoint, regex, schema
 from minivllm.structured.automaton import compile_tree
 from minivllm.structured.bounds import MOST, nested_bounds
 from minivllm.structured.disjoint import Alternatives
+from minivllm.structured.normal import normal
 from minivllm.structured.params import StructuredParams
-from minivllm.structured.schema import SchemaError
+from minivllm.structured.schema import References, SchemaError
 
 
 def levels(num_levels: int, width: int = 12) -> dict:
@@ -36,8 +37,9 @@ def levels(num_levels: int, width: int = 12) -> dict:
 def test_alternatives_are_compared_in_as_many_steps_as_they_have_pairs(monkeypatch):
     work = []
     for num_levels in (3, 6):
-        known = Alternatives(levels(num_levels))
-        assert known.overlapping(known.root["oneOf"]) == (0, 1)
+        root = levels(num_levels)
+        known = Alternatives(References(root))
+        assert known.overlapping(root["oneOf"]) == (0, 1)
         work.append(known.work)
     assert work[1] < 3 * work[0], "a level more costs as much as the one before, not twelve times as much"
     monkeypatch.setattr(disjoint, "MAX_WORK", 100)
@@ -46,7 +48,7 @@ def test_alternatives_are_compared_in_as_many_steps_as_they_have_pairs(monkeypat
 
 
 def test_thousands_of_constants_are_no_pairs():
-    known = Alternatives(True)
+    known = Alternatives(References(True))
     constants = [{"const": i} for i in range(7500)]
     assert known.overlapping(constants) is None
     assert known.overlapping([*constants, {"type": "string"}]) is None
@@ -63,11 +65,11 @@ def pieces() -> list:
 
 def slowly_disjoint(known: Alternatives, a, b) -> bool:
     """As it was before anything was remembered: a document of their own for each two."""
-    return Alternatives(known.root).overlapping([a, b]) is None
+    return Alternatives(known.references).overlapping([a, b]) is None
 
 
 def test_what_is_remembered_changes_no_answer():
-    known = Alternatives(True)
+    known = Alternatives(References(True))
     for a, b in combinations(pieces(), 2):
         assert (known.overlapping([a, b]) is None) == slowly_disjoint(known, a, b)
         known.work = 0
@@ -81,8 +83,8 @@ def test_what_is_remembered_changes_no_answer():
 def test_a_chain_of_references_is_followed_once(monkeypatch):
     defs = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)} | {"d3000": {"type": "null"}}
     calls = []
-    resolve = schema.resolve
-    monkeypatch.setattr(schema, "resolve", lambda *args: calls.append(1) or resolve(*args))
+    resolve = References.__call__
+    monkeypatch.setattr(References, "__call__", lambda *args: calls.append(1) or resolve(*args))
     schema.load(json.dumps({"$ref": "#/$defs/d0", "$defs": defs}))
     assert len(calls) < 4 * 3000
     defs["d3000"] = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/d1500"}]}
@@ -96,9 +98,9 @@ def test_a_need_that_leads_out_is_found_however_long_the_way():
     for name in defs:
         defs[name]["required"] = ["p"]
     ends = {"anyOf": [{"$ref": "#/$defs/d7"}, {"type": "null"}]}
-    schema.load(json.dumps({"$ref": "#/$defs/d0", "$defs": defs | {"d2000": ends}}))
+    normal(json.dumps({"$ref": "#/$defs/d0", "$defs": defs | {"d2000": ends}}))
     with pytest.raises(SchemaError, match="no value fits"):
-        schema.load(json.dumps({"$ref": "#/$defs/d0", "$defs": defs | {"d2000": {"$ref": "#/$defs/d7"}}}))
+        normal(json.dumps({"$ref": "#/$defs/d0", "$defs": defs | {"d2000": {"$ref": "#/$defs/d7"}}}))
 
 
 def test_the_place_of_a_schema_is_short_however_long_the_names():

@@ -125,12 +125,13 @@ def call_schema(
     schemas: Mapping[str, Any], first: Mapping[str, Any], name: str = "name", parameters: str = "parameters"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of one call, and the definitions that it refers to."""
-    # A function's parameters become a definition of their own, and their references point into it.
+    # A function's parameters become a definition of their own, no document ($id), and their references point into it.
     places = {
         called: called if called.isascii() and called.isidentifier() else f"function.{i}"
         for i, called in enumerate(schemas)
     }
-    definitions = {places[called]: moved(schema, f"#/$defs/{places[called]}") for called, schema in schemas.items()}
+    inner = {called: moved(schema, f"#/$defs/{places[called]}") for called, schema in schemas.items()}
+    definitions = {places[called]: {k: v for k, v in each.items() if k != "$id"} for called, each in inner.items()}
     calls = [
         {
             "type": "object",

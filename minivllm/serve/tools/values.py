@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from minivllm.serve.tools.json_reader import not_json
+from minivllm.structured.schema import References, SchemaError
 
 Schema = Mapping[str, Any]
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -51,10 +52,10 @@ def listed(value: Any, *otherwise: Any) -> Sequence[Any]:
 
 
 def referred(reference: str, root: Schema) -> Any:
-    place: Any = root
-    for key in reference.removeprefix("#").split("/")[1:]:
-        place = place.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
-    return place
+    try:
+        return References(dict(root))(reference)
+    except SchemaError:
+        return None
 
 
 def fits(value: Any, types: frozenset[str]) -> bool:
