@@ -95,6 +95,8 @@ class Grammar(Protocol):
 class CompiledGrammar(Protocol):
     """Thread-safe, shared by all requests of one specification."""
 
+    num_bytes: int  # about, without other grammars that it is made of and that are kept by themselves
+
     def start(self) -> Grammar: ...
 
 

@@ -29,6 +29,8 @@ MOST_MASKS = 1024  # that are kept; texts are followed from wherever a token has
 
 
 class CompiledCalls:
+    num_bytes = 0
+
     def __init__(self, calls: Calls, compile: Compile, vocabulary: Vocabulary):
         """compile: what makes a grammar of a schema. Raises BadRequest for one that nothing makes one of."""
         self.forms, self.vocabulary = calls.forms, vocabulary
@@ -203,6 +205,8 @@ def filled(grammar: Grammar, like: np.ndarray) -> np.ndarray:
 
 class CompiledEither:
     """What one of these grammars admits."""
+
+    num_bytes = 0
 
     def __init__(self, *grammars: CompiledGrammar):
         self.grammars = grammars

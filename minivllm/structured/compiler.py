@@ -28,7 +28,8 @@ from minivllm.structured.escape import CompiledEscape
 from minivllm.structured.params import StructuredParams
 from minivllm.structured.prelude import CompiledFree, CompiledPrelude
 
-MAX_GRAMMARS = 128  # compiled ones that are kept though nobody uses them, the least recently used goes first
+# Of compiled ones that are kept though nobody uses them, the least recently used goes first.
+MAX_GRAMMARS, MAX_BYTES = 128, 256 << 20
 # Which backend holds an output to these params, by its name, and how it translates them. Raises BadRequest.
 Choose = Callable[[StructuredParams], tuple[str, bytes]]
 
@@ -88,11 +89,12 @@ class GrammarCompiler:
                 found = self._grammars[key] = Future()
             self._recent[key] = found
             self._recent.move_to_end(key)
-            while len(self._recent) > MAX_GRAMMARS:
-                self._recent.popitem(last=False)
+            self._forget_some()
         if mine:
             try:
                 found.set_result(self._compile(params, choose))
+                with self._lock:
+                    self._forget_some()
             except BaseException as error:
                 with self._lock:
                     if self._grammars.get(key) is found:
@@ -102,6 +104,17 @@ class GrammarCompiler:
         compiled = found.result()
         self._keep(params, found)
         return compiled
+
+    def _forget_some(self) -> None:
+        """With the lock. The newest stays, as whoever asked for it is about to use it."""
+        recent = self._recent
+        sizes = [found.result().num_bytes if found.done() else 0 for found in recent.values()]
+        total = sum(sizes)
+        for size in sizes[:-1]:
+            if len(recent) <= MAX_GRAMMARS and total <= MAX_BYTES:
+                return
+            recent.popitem(last=False)
+            total -= size
 
     def _keep(self, params: StructuredParams, found: Future[CompiledGrammar]) -> None:
         if id(params) not in self._used:

@@ -57,6 +57,7 @@ class DFABackend:
 class CompiledDFA:
     def __init__(self, dfa: DFA, vocabulary: Vocabulary):
         self.dfa = dfa
+        self.num_bytes = dfa.table.nbytes
         self.vocabulary = vocabulary
         self._masks: dict[int, np.ndarray] = {}
         self._lock = threading.Lock()

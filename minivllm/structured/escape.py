@@ -27,6 +27,7 @@ class CompiledEscape:
     ):
         """escapes: texts, or ids of tokens without bytes. outside: what goes on behind them; None: anything."""
         self.inner, self.vocabulary = inner, vocabulary
+        self.num_bytes = inner.num_bytes
         self.outside = outside or CompiledFree(vocabulary)
         self.special_ids = frozenset(e for e in escapes if isinstance(e, int))
         self.special_mask = vocabulary.mask_of(sorted(self.special_ids))

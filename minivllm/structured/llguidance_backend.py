@@ -52,7 +52,7 @@ class LLGuidanceBackend:
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())
             raise Unsupported(f"{params.field}: {params.kind}: {reason[:500]}", params.field)
-        return CompiledLLGuidance(matcher, self.vocabulary)
+        return CompiledLLGuidance(matcher, len(source), self.vocabulary)
 
     def _lark(self, params: StructuredParams) -> str:
         """The specification in llguidance's own notation."""
@@ -177,7 +177,9 @@ class _Tokens:
 
 
 class CompiledLLGuidance:
-    def __init__(self, matcher: Any, vocabulary: Vocabulary):
+    def __init__(self, matcher: Any, num_bytes: int, vocabulary: Vocabulary):
+        """num_bytes: of its notation. What the matcher finds out of it is made as a request goes on, and is its own."""
+        self.num_bytes = num_bytes
         self._matcher = matcher
         self._vocabulary = vocabulary
 

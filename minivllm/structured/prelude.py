@@ -28,6 +28,8 @@ _SPECIAL = 0x1000  # the symbol of token 0, if it has no bytes
 class CompiledFree:
     """The language of all outputs."""
 
+    num_bytes = 0
+
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
 
@@ -59,6 +61,8 @@ class Free:
 
 
 class CompiledPrelude:
+    num_bytes = 0
+
     def __init__(self, prelude: Prelude, inner: CompiledGrammar, vocabulary: Vocabulary):
         self.inner, self.free, self.vocabulary = inner, CompiledFree(vocabulary), vocabulary
         self.holds = not isinstance(inner, CompiledFree)  # what follows is held to something

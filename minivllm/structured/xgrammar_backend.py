@@ -23,6 +23,7 @@ from minivllm.structured.regex import RegexError, parse_search, render, size
 # Characters of an expression once its counted repetitions are written out. XGrammar counts rather than writes them out,
 # but has no limit of its own.
 MAX_ATOMS = 1_000_000
+MAX_BYTES = 32 << 20  # of a compiled grammar; one of a schema with a hundred objects has 2 MB
 TOO_MANY = f"its counted repetitions stand for over {MAX_ATOMS:,} characters"
 
 _OF_TYPE = {
@@ -72,10 +73,14 @@ class XGrammarBackend:
 
     def build(self, params: StructuredParams, source: bytes) -> CompiledXGrammar:
         try:
-            return CompiledXGrammar(self._compiled(params, source.decode()), self.vocabulary)
+            compiled = CompiledXGrammar(self._compiled(params, source.decode()), self.vocabulary)
         except (RuntimeError, ValueError) as e:  # its message ends with the reason, after the place in its source
             reason = str(e).strip().splitlines()[-1].rpartition("] ")[2]
             raise Unsupported(f"{params.field}: {params.kind}: {reason}", params.field) from None
+        if (size := compiled.num_bytes) > MAX_BYTES:
+            what = f"it becomes {size / 2**20:.0f} MiB, and {MAX_BYTES >> 20} is the most"
+            raise Unsupported(f"{params.field}: {params.kind}: {what}", params.field)
+        return compiled
 
     def _compiled(self, params: StructuredParams, source: str) -> Any:
         if params.kind in ("json", "json_object"):
@@ -90,6 +95,7 @@ class XGrammarBackend:
 class CompiledXGrammar:
     def __init__(self, compiled: Any, vocabulary: Vocabulary):
         self.compiled = compiled
+        self.num_bytes: int = compiled.memory_size_bytes
         self.vocabulary = vocabulary
 
     def start(self) -> XGrammar:

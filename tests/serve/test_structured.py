@@ -102,7 +102,7 @@ def test_vllms_fields_in_completions(real):
         ({"extra_body": {"grammar": "root ::= nothing"}}, "grammar", "grammar: "),
         ({"response_format": {"type": "text", "schema": PERSON}}, "response_format.schema", "json_object"),
         ({"response_format": SCHEMA_FORMAT | {"schema": PERSON}}, "response_format.schema", "json_object"),
-        ({"extra_body": {"structured_outputs": {"json": {"not": {}}}}}, "structured_outputs", "not"),
+        ({"extra_body": {"structured_outputs": {"json": {"not": {}}}}}, "structured_outputs", "no value fits"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import threading
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -253,6 +255,43 @@ def test_a_failure_is_not_kept_and_the_least_recently_used_goes(monkeypatch):
     for pattern in "abacab":
         make.compile(StructuredParams(regex=pattern))
     assert Slow.num_compiled == 2 + len("ab") + len("c") + len("b")
+
+
+def patterns(number):
+    """200 properties that XGrammar makes 114 MiB of, however small the vocabulary."""
+    one = f"^([a-f]{{1,40}}|x{number}[g-z]{{1,40}}){{1,20}}$"
+    texts = {f"p{i}": {"type": "string", "pattern": one.replace("x", f"x{i}_")} for i in range(200)}
+    return {"type": "object", "properties": texts, "required": list(texts)}
+
+
+def test_what_becomes_too_large_goes_to_the_next_backend_or_is_refused_by_its_size():
+    params = StructuredParams(json=json.dumps(patterns(0)))
+    with pytest.raises(BadRequest, match=r"it becomes 1\d\d MiB, and 32 is the most"):
+        compiler("xgrammar").compile(params)
+    assert compiler("xgrammar", "llguidance").choose(params)[0] == "llguidance"
+
+
+def test_kept_grammars_are_as_large_together_as_they_may_be(monkeypatch):
+    sizes = {}
+
+    class Sized:
+        requires = None
+
+        def __init__(self, vocabulary): ...
+        def translate(self, params):
+            return b""
+
+        def build(self, params, source):
+            compiled = SimpleNamespace(num_bytes=sizes.get(params.regex, 1))
+            made.append(params.regex)
+            return compiled
+
+    made, make = [], GrammarCompiler(vocabulary, [("sized", Sized)])
+    monkeypatch.setattr("minivllm.structured.compiler.MAX_BYTES", 10)
+    sizes |= {"large": 9, "huge": 50}
+    for pattern in ("a", "b", "large", "a", "b", "huge", "huge", "a"):
+        make.compile(StructuredParams(regex=pattern))
+    assert made == ["a", "b", "large", "a", "b", "huge", "a"]  # what is larger than all may be stays while it is newest
 
 
 def test_one_compiler_a_vocabulary_while_anybody_holds_it():
