@@ -16,6 +16,7 @@ from templates.judge import fitting, judge
 from minivllm.engine import template_budget
 from minivllm.errors import BadRequest
 from minivllm.serve import chat
+from minivllm.serve.control_tokens import AsTokens
 from minivllm.serve.protocol import ChatRequest
 from minivllm.serve.tools.ask import asked
 
@@ -96,7 +97,7 @@ def test_a_request_reaches_the_template_as_the_same_messages_do_from_python():
             "continue_final_message": conversation.continued,
         }
         body = msgspec.convert({"model": "m", **named}, ChatRequest)
-        service = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer))
+        service = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), control_tokens=AsTokens())
         assert chat.render(body, asked(body), service) == tokenizer.apply_chat_template(  # type: ignore[arg-type]
             conversation.messages,
             not conversation.continued,

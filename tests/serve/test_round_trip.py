@@ -398,7 +398,7 @@ def check(engine: ScriptedEngine, client: Any, seed: int) -> None:
 @pytest.mark.parametrize("name", CLIENTS)
 def test_what_an_endpoint_has_written_it_reads(scripted, name):
     client = CLIENTS[name](scripted.url)
-    for seed in range(50):
+    for seed in range(30):
         check(scripted, client, seed)
 
 
