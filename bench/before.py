@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, emit, note, spread
+from common import RESULTS, ROOT, emit, note, spread
 from latency import bootstrap_ratio, shown
 
 TURNS = 8
@@ -47,16 +47,10 @@ def compare(name: str, figures: Figures, args: argparse.Namespace, argv: Sequenc
             if turn >= 0:
                 found[side].append(seen)
         note(f"turn {turn + 1} of {turns}" + ("" if turn >= 0 else ", which does not count"))
-    rows = [_row(figure, found) for figure in found["now"][0] if figure in found["before"][0]]
-    if not rows:
-        raise SystemExit("error: the two checkouts have no figure in common")
-    for row in rows:
-        ratio = row["ratio"]
-        note(
-            f"{row['figure']:40} "
-            + (f"{ratio['ratio']} ({ratio['low']} to {ratio['high']})" if "low" in ratio else "0")
-        )
-    emit(f"{name}_before", {"before": _commit(folders["before"]), "turns": turns, "options": passed}, rows, args.out)
+        rows = _rows(found) if turn >= 0 else []
+    name, usual = f"{name}_before", RESULTS / f"{name}.jsonl"
+    out = RESULTS / f"{name}.jsonl" if args.out == usual else args.out
+    emit(name, {"before": _commit(folders["before"]), "turns": turns, "options": passed}, rows, out)
 
 
 def _own(argv: Sequence[str]) -> list[str]:
@@ -74,6 +68,18 @@ def _run(folder: Path, name: str, options: Sequence[str]) -> Any:
     if done.returncode:
         raise SystemExit(f"{done.stderr}error: {command[1]} ended with exit code {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])["results"]
+
+
+def _rows(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
+    """So far, each told, too: a run that is cut short has said something."""
+    rows = [_row(figure, found) for figure in found["now"][0] if figure in found["before"][0]]
+    if not rows:
+        raise SystemExit("error: the two checkouts have no figure in common")
+    for row in rows:
+        ratio = row["ratio"]
+        text = f"{ratio['ratio']} ({ratio['low']} to {ratio['high']})" if "low" in ratio else "none"
+        note(f"{row['figure']:40} {text}")
+    return rows
 
 
 def _row(figure: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
